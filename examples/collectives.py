@@ -14,7 +14,8 @@ with gs.init_process_group() as comm:
 
     tell("all_reduce", comm.all_reduce(rows.copy(), "max"))  # in place, so on a copy
     tell("all_gather", comm.all_gather(rows))
-    tell("uneven", comm.all_gather(np.full(rank + 1, rank), sizes="ask"))  # rank 0 has one row, rank 1 has two
+    sizes = [other + 1 for other in range(size)]  # rank 0 has one row, rank 1 has two
+    tell("uneven", comm.all_gather(np.full(rank + 1, rank), sizes=sizes))
     tell("reduce_scatter", comm.reduce_scatter(rows, "sum", out=np.empty((1, 2), rows.dtype)))
     tell("all_to_all", comm.all_to_all(rows))
 

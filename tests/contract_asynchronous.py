@@ -41,13 +41,14 @@ def collectives(comm: Any, kit: Any, shape: tuple[int, ...]) -> dict[str, Form]:
         "broadcast": lambda form: form.broadcast(mine(), root),
         "all_gather": lambda form: form.all_gather(mine()),
         "all_gather of sizes": lambda form: form.all_gather(own_rows, sizes=sizes, out=room(uneven)),
-        "all_gather of sizes asked for": lambda form: form.all_gather(own_rows, sizes="ask"),
         "gather": lambda form: form.gather(mine(), root),
         "scatter": lambda form: form.scatter(
             mine((shape[0] * n, *tail)) if rank == root else None, root, out=room(shape)
         ),
         "all_to_all": lambda form: form.all_to_all(mine((shape[0] * n, *tail))),
-        "all_to_all of sizes": lambda form: form.all_to_all(mine(uneven), send_sizes=sizes),
+        "all_to_all of sizes": lambda form: form.all_to_all(
+            mine(uneven), send_sizes=sizes, recv_sizes=[sizes[rank]] * n
+        ),
         "exchange": lambda form: form.exchange(mine(), dest=after, out=room(shape), source=before),
         "barrier": lambda form: form.barrier(),
     }

@@ -36,7 +36,7 @@ def collectives(comm: Any, kit: Any, array: Any) -> dict[str, Collective]:
         "broadcast": lambda: comm.broadcast(array),
         "broadcast from the last": lambda: comm.broadcast(array, last),
         "all_gather": lambda: comm.all_gather(array),
-        "all_gather, asking": lambda: comm.all_gather(array, sizes="ask"),
+        "all_gather of given rows": lambda: comm.all_gather(array, sizes=of_rows),
         "gather": lambda: comm.gather(array),
         "gather to the last": lambda: comm.gather(array, last),
         "gather of given rows": lambda: comm.gather(array, sizes=of_rows),
@@ -44,7 +44,7 @@ def collectives(comm: Any, kit: Any, array: Any) -> dict[str, Collective]:
         "scatter from the last": lambda: comm.scatter(array, last, out=part),
         "scatter of uneven rows": lambda: comm.scatter(array, sizes=uneven, out=uneven_part),
         "all_to_all": lambda: comm.all_to_all(array),
-        "all_to_all of given rows": lambda: comm.all_to_all(array, send_sizes=equal),
+        "all_to_all of given rows": lambda: comm.all_to_all(array, send_sizes=equal, recv_sizes=equal),
     }
 
 
@@ -136,9 +136,9 @@ def check_the_advice_for_gathers_of_unequal_rows(comm: Any, kit: Any) -> None:
     if comm.world_size == 1:
         return
     unequal, other = kit.put(np.zeros((3 + comm.rank, 2))), kit.put(np.zeros((3, 2 + comm.rank)))
-    expect(gs.PlanMismatch, lambda: comm.all_gather(unequal), 'pass sizes="ask"')
-    expect(gs.PlanMismatch, lambda: comm.gather(unequal), 'pass sizes="ask"')
-    assert "ask" not in str(expect(gs.PlanMismatch, lambda: comm.all_gather(other)))
+    expect(gs.PlanMismatch, lambda: comm.all_gather(unequal), "pass sizes=")
+    expect(gs.PlanMismatch, lambda: comm.gather(unequal), "pass sizes=")
+    assert "sizes=" not in str(expect(gs.PlanMismatch, lambda: comm.all_gather(other)))
     error = expect(gs.PlanMismatch, lambda: comm.all_gather(other, sizes=[3] * comm.world_size))
     assert f"float64[rows, {2 + comm.rank}]" in error.descriptions[comm.rank]
 

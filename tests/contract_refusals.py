@@ -48,7 +48,6 @@ def calls_with(comm: Any, array: Any) -> dict[str, Call]:
         "reduce_scatter": lambda: comm.reduce_scatter(array),
         "broadcast": lambda: comm.broadcast(array),
         "all_gather": lambda: comm.all_gather(array),
-        "all_gather, asking": lambda: comm.all_gather(array, sizes="ask"),
         "gather": lambda: comm.gather(array),
         "scatter": lambda: comm.scatter(array, comm.rank),
         "all_to_all": lambda: comm.all_to_all(array),
@@ -300,15 +299,17 @@ def check_sizes_that_do_not_fit(comm: Any, kit: Any) -> None:
         ):
             yield from refused(gs.InvalidArgument, lambda w=wrong: comm.reduce_scatter(array, sizes=w), "sizes")
             yield from refused(gs.InvalidArgument, lambda w=wrong: comm.scatter(array, comm.rank, sizes=w), "sizes")
-            yield from refused(gs.InvalidArgument, lambda w=wrong: comm.all_to_all(array, send_sizes=w), "sizes")
+            yield from refused(
+                gs.InvalidArgument, lambda w=wrong: comm.all_to_all(array, send_sizes=w, recv_sizes=w), "sizes"
+            )
             yield from refused(gs.InvalidArgument, lambda w=wrong: comm.all_gather(array, sizes=w), "sizes")
             yield from refused(gs.InvalidArgument, lambda w=wrong: comm.gather(array, sizes=w), "sizes")
         fits = [2] * n
-        yield from refused(gs.InvalidArgument, lambda: comm.all_to_all(array, recv_sizes=fits), "send_sizes")
-        room = kit.put(np.zeros((2 * n, 2)))
-        yield from refused(gs.InvalidArgument, lambda: comm.all_to_all(array, send_sizes=fits, out=room), "recv_sizes")
-        room = kit.put(np.zeros((2 * n * n, 2)))
-        yield from refused(gs.InvalidArgument, lambda: comm.all_gather(array, sizes="ask", out=room), "sizes")
+        yield from refused(gs.InvalidArgument, lambda: comm.all_to_all(array, recv_sizes=fits), "send_sizes is missing")
+        yield from refused(gs.InvalidArgument, lambda: comm.all_to_all(array, send_sizes=fits), "recv_sizes is missing")
+        for gather in (comm.all_gather, comm.gather):
+            told = "has no sizes='ask' any more (removed in 0.3): pass the number of rows of each rank"
+            yield from refused(gs.InvalidArgument, lambda g=gather: g(array, sizes="ask"), told)
 
     interleaved(comm, kit, attempts())
 

@@ -12,6 +12,7 @@ from gradsync.errors import InvalidArgument
 _HOOK = "register_hook() takes a function of the bucket, and examples/hooks.py has this one in a few lines"
 _ADD_UP = "add gradients up in arrays of your own, and hand over each sum once"
 _UNEVEN = "docs/uneven.md shows the two lines that average over uneven batches"
+_SIZES = "pass the number of rows of each rank; comm.all_gather(np.array([len(array)])) gives this list"
 _REPORT = "the launcher's report and comm.recorder show where each rank is"
 _TRACE = "gradsync run --trace DIR writes a Chrome trace that https://ui.perfetto.dev opens"
 
@@ -31,6 +32,8 @@ REMOVED: dict[str, dict[str, str]] = {
         "join": _UNEVEN,
         "dump_shapes": "write {name: [str(array.dtype), list(array.shape)]} with json.dump",
     },
+    "all_gather": {"sizes='ask'": _SIZES},
+    "gather": {"sizes='ask'": _SIZES},
     "gradsync": {
         "hooks": _HOOK,
         "adapters": "examples/torch_loop.py and examples/jax_loop.py do the same with the public API",

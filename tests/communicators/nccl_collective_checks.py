@@ -50,11 +50,13 @@ def collectives_of(comm: Any, source: Any) -> dict[str, tuple[Callable[..., Any]
         "uneven reduce_scatter": (lambda **o: comm.reduce_scatter(source, sizes=sizes, **o), [everything]),
         "broadcast": (lambda **o: comm.broadcast(source, last, **o), [last + 1.0]),
         "all_gather": (lambda **o: comm.all_gather(source, **o), values),
-        "all_gather of what is asked for": (lambda **o: comm.all_gather(source, sizes="ask", **o), values),
         "gather": (lambda **o: comm.gather(source, last, **o), values if rank == last else []),
         "scatter": (lambda **o: comm.scatter(source, last, out=cupy.empty(ROWS // n, np.float32), **o), [last + 1.0]),
         "all_to_all": (lambda **o: comm.all_to_all(source, **o), values),
-        "uneven all_to_all": (lambda **o: comm.all_to_all(source, send_sizes=sizes, **o), values),
+        "uneven all_to_all": (
+            lambda **o: comm.all_to_all(source, send_sizes=sizes, recv_sizes=[sizes[rank]] * n, **o),
+            values,
+        ),
         "exchange": (lambda **o: comm.exchange(source, dest=after, out=room(), source=before, **o), [before + 1.0]),
     }
 
@@ -72,8 +74,8 @@ def follow_slow_streams(comm: Any) -> None:
     """Every collective reads its source when the stream that makes it has come there, and no sooner."""
     for name in collectives_of(comm, None):
         source, side = full(0, ROWS), side_stream()
-        # Asking for sizes waits for the device; only what comes before the question may be held up.
-        obstacles = [] if "ask" in name or "uneven all_to_all" in name else [side]
+        # The comparison of sizes waits for the device; only what comes before it may be held up.
+        obstacles = [] if name == "uneven all_to_all" else [side]
         with held_up(*obstacles):
             with side:
                 source += comm.rank + 1
@@ -121,7 +123,7 @@ def stage_both_ways(comm: Any) -> None:
             assert as_host(block)[:, 0].tolist() == [peer + 1 for peer in ranks_of(comm)]
             comm.exchange(source, dest=(rank + 1) % n, out=block, source=(rank - 1) % n)
             assert (as_host(block) == (rank - 1) % n + 1).all()
-        for collective in (lambda s: comm.all_gather(s, sizes="ask"), lambda s: comm.reduce_scatter(s, "max")):
+        for collective in (comm.all_gather, lambda s: comm.reduce_scatter(s, "max")):
             assert type(collective(source)) is type(source)
 
 

@@ -276,8 +276,7 @@ def gather_too_many_empty_rows(comm: Any) -> None:
     for shape, dtype in (((2**62, 0), np.int8), ((2**60, 0), np.float32)):
         rows = np.empty(shape, dtype)
         for gather in (comm.all_gather, comm.gather):
-            for sizes in (None, "ask"):
-                expect(gs.InvalidArgument, partial(gather, rows, sizes=sizes), "is too large for an array")
+            expect(gs.InvalidArgument, partial(gather, rows), "is too large for an array")
     assert comm.all_gather(np.empty((2**61, 0), np.int8)).shape == (2**62, 0)
 
 

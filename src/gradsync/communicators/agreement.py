@@ -394,7 +394,7 @@ def _advice(descriptions: Mapping[int, Description]) -> str:
         return ""
     but_for_rows = {d._replace(shape=(d.shape or ())[1:], call_site=_NO_SITE) for d in each}
     if len(but_for_rows) == 1 and each[0].what in ("all_gather", "gather"):
-        return 'if the numbers of rows may differ, pass sizes="ask" or a list of the numbers'
+        return "if the numbers of rows may differ, pass sizes=, the number of rows of each rank"
     are_of_callbacks = all(d.kind or d.callback for d in each)
     are_first_uses = all(d.kind == "first use" for d in each)
     if are_of_callbacks and (are_first_uses or len({d.callback for d in each}) > 1):

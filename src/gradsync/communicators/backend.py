@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 #: The bounds of the ranks' parts in a flat array: rank r has the elements [bounds[r], bounds[r + 1]).
 Bounds = Sequence[int]
-#: The number of rows of each rank. None means that all ranks have the same number. "ask" means that the ranks first
-#: exchange their numbers.
-Sizes = Sequence[int] | Literal["ask"] | None
 
 _INLINE = nullcontext()  # on the CPU the caller's thread runs the collective
 

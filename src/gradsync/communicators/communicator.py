@@ -34,7 +34,6 @@ from gradsync.communicators.backend import (
     Message,
     Run,
     Shape,
-    Sizes,
     bounds_of,
     checked_rank,
     part_of,
@@ -53,6 +52,7 @@ from gradsync.errors import CommunicatorClosed, InvalidArgument, PlanMismatch, U
 from gradsync.futures import CollectiveEnd, CollectiveFuture, Completion, check_may_call, pending
 from gradsync.machine import machine_identity
 from gradsync.reduction import Array, ReduceOp, check_operation
+from gradsync.removed import refuse_removed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -63,7 +63,6 @@ BYTE = np.dtype(np.uint8)
 
 _TOO_MUCH = 2**63  # the limit of NumPy's sizes, and of the numbers that ranks exchange
 _MAX_STORED = 1024  # how many plans a communicator stores
-_UNKNOWN = -1  # a number of rows that the caller has not given
 
 
 #: One checked collective of one rank: its name in errors, the agreement, a function that moves the bytes, and a source
@@ -337,7 +336,7 @@ class Communicator:
             )
         return self._run(call, stream)
 
-    def all_gather(self, array: Any, *, sizes: Sizes = None, out: Any = None, stream: Any = None) -> Any:
+    def all_gather(self, array: Any, *, sizes: Sequence[int] | None = None, out: Any = None, stream: Any = None) -> Any:
         """Concatenates the arrays of all ranks along the first axis, in rank order; every rank gets the result.
 
         Every rank must call it, with equal dtypes, the same `sizes`, and shapes that differ at most in the number of
@@ -346,8 +345,8 @@ class Communicator:
         Args:
             array: an array of any layout, in host memory or on this communicator's GPU. The elements must not be Python
                 objects.
-            sizes: the number of rows of each rank. If `sizes` is None, all ranks must have the same number of rows. If
-                `sizes` is "ask", the ranks first exchange their numbers of rows.
+            sizes: the number of rows of each rank. If `sizes` is None, all ranks must have the same number of rows.
+                `comm.all_gather(np.array([len(array)]))` gives the list if each rank knows only its own number.
             out: an array for the result; `array` may be exactly this rank's rows of `out`. If `out` is None, a new
                 array is made.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
@@ -357,15 +356,23 @@ class Communicator:
 
         Raises:
             InvalidArgument: `array` or `out` is not an array, or is on a different device; `sizes` does not fit the
-                array or the ranks; `out` is given although `sizes` is "ask"; `out` has a wrong shape or dtype, is
-                read-only, or has elements that share memory; the result would be too large for an array.
+                array or the ranks; `out` has a wrong shape or dtype, is read-only, or has elements that share memory;
+                the result would be too large for an array.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for broadcast.
             NcclError, MpiError, RendezvousError: as for broadcast.
         """
         call = self._find_stored("all_gather", None, array, out) if sizes is None else None
         return self._run(call or self._gathering("all_gather", array, None, sizes, out), stream)
 
-    def gather(self, array: Any, root: int = 0, *, sizes: Sizes = None, out: Any = None, stream: Any = None) -> Any:
+    def gather(
+        self,
+        array: Any,
+        root: int = 0,
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Any:
         """Concatenates the arrays of all ranks along the first axis, in rank order; the root gets the result.
 
         Every rank must call it, with equal dtypes, the same root and `sizes`, and shapes that differ at most in the
@@ -389,35 +396,22 @@ class Communicator:
         root = checked_rank(self._backend, "gather", "root", root)
         return self._run(self._gathering("gather", array, root, sizes, out if self.rank == root else None), stream)
 
-    def _gathering(self, what: str, array: Any, root: int | None, sizes: Sizes, out: Any) -> CollectiveCall:
+    def _gathering(
+        self, what: str, array: Any, root: int | None, sizes: Sequence[int] | None, out: Any
+    ) -> CollectiveCall:
         """Checks the arguments of gather, or of all_gather if `root` is None, and returns the call to run."""
+        if isinstance(sizes, str):
+            refuse_removed(what, f"sizes={sizes!r}")
         source = self._native_array(array, what)
         rows, *rest = source.shape or (1,)
         to_root = "" if root is None else f"root {root}"
         # NumPy limits the size of an array as if each axis of length 0 had length 1.
         row_bytes = math.prod([length or 1 for length in rest]) * source.dtype.itemsize
-        if (sizes is None or isinstance(sizes, str)) and rows * self.world_size * row_bytes >= _TOO_MUCH:
-            raise InvalidArgument(
-                f"{self.label}: the result of {what} with {rows} rows from each rank is too large for an array"
-            )
-
-        if isinstance(sizes, str):
-            if sizes != "ask":
-                raise InvalidArgument(f'{self.label}: {what} needs sizes as a list, None or "ask", got {sizes!r}')
-            if out is not None:
-                raise InvalidArgument(
-                    f'{self.label}: {what} with out= needs sizes as a list or None, got "ask": pass the number of rows '
-                    "of each rank, or leave sizes out if all ranks have the same number of rows"
-                )
-            asking = agreement_on(what, (ROWS, *rest), source.dtype, _joined('sizes="ask"', to_root))
-
-            def ask_and_gather(launch: Any) -> Any:
-                answers = [numbers[0] for numbers in self._backend.share_numbers([rows], asking)]
-                _, _, gather, _, _ = self._gathering(what, source, root, answers, None)
-                return gather(launch)
-
-            return what, asking, ask_and_gather, None, None
         if sizes is None:
+            if rows * self.world_size * row_bytes >= _TOO_MUCH:
+                raise InvalidArgument(
+                    f"{self.label}: the result of {what} with {rows} rows from each rank is too large for an array"
+                )
             of_ranks = (rows,) * self.world_size
             agreement = agreement_on(what, source.shape, source.dtype, to_root)
         else:
@@ -525,28 +519,26 @@ class Communicator:
     ) -> Any:
         """Sends part i of the rows of every rank's `array` to rank i; each rank receives a part from every rank.
 
-        Every rank must call it, with equal dtypes and rows of equal shape. If `send_sizes` is None, the numbers of rows
-        must be equal too. Either every rank passes `send_sizes`, or no rank.
+        Every rank must call it, with equal dtypes and rows of equal shape. Without sizes the numbers of rows must be
+        equal too. Either every rank passes both lists of sizes, or no rank passes any.
 
         Args:
             array: an array of any layout, in host memory or on this communicator's GPU. The elements must not be Python
                 objects.
-            send_sizes: the number of rows that this rank sends to each rank; the ranks first exchange these lists. If
-                `send_sizes` is None, the rows are divided equally.
-            recv_sizes: the number of rows that this rank expects from each rank; only allowed with `send_sizes`. The
-                ranks compare `recv_sizes` with the `send_sizes` of all ranks. If only `send_sizes` is given, this rank
-                accepts any numbers of rows.
-            out: an array for the result. If `out` and `send_sizes` are given, `recv_sizes` is required. If `out` is
-                None, a new array is made.
+            send_sizes: the number of rows that this rank sends to each rank. If `send_sizes` is None, the rows are
+                divided equally.
+            recv_sizes: the number of rows that this rank receives from each rank; given if, and only if, `send_sizes`
+                is. The ranks compare the two lists of all ranks before they move data.
+            out: an array for the result. If `out` is None, a new array is made.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
             `out`, or a new array, with the received rows in rank order.
 
         Raises:
-            InvalidArgument: the rows cannot be divided equally; `send_sizes` does not fit the array or the ranks;
-                `recv_sizes` does not fit the other arguments or the ranks; `array` or `out` is not an array, or is on a
-                different device; `out` has a wrong shape or dtype, is read-only, or has elements that share memory.
+            InvalidArgument: the rows cannot be divided equally; only one list of sizes is given, or one does not fit
+                the array or the ranks; `array` or `out` is not an array, or is on a different device; `out` has a wrong
+                shape or dtype, is read-only, or has elements that share memory.
             PlanMismatch: the ranks called different collectives, or passed arguments that must be equal and differ. Or
                 the `recv_sizes` of one rank differ from the numbers of rows that the ranks send to this rank.
             UnsupportedDtype, RankFailed, CollectiveTimeout, CommunicatorClosed: as for broadcast.
@@ -559,69 +551,48 @@ class Communicator:
         what = "all_to_all"
         source = self._native_array(array, what)
         rows, *rest = source.shape or (1,)
-        if send_sizes is None and recv_sizes is not None:
-            raise InvalidArgument(f"{self.label}: {what} with recv_sizes needs send_sizes, got None")
+        if (send_sizes is None) != (recv_sizes is None):
+            missing = "send_sizes" if send_sizes is None else "recv_sizes"
+            raise InvalidArgument(
+                f"{self.label}: {what} needs send_sizes and recv_sizes, or neither; {missing} is missing"
+            )
         sending = receiving = self._checked_division(what, "send_sizes", send_sizes, rows)
-        if send_sizes is None:
+        if is_even:
             agreement = agreement_on(what, source.shape, source.dtype, "")
         else:
             agreement = agreement_on(what, (ROWS, *rest), source.dtype, "uneven rows")
-            if recv_sizes is not None:
-                receiving = self._checked_sizes(what, "recv_sizes", recv_sizes)
-            elif out is None:
-                receiving = (_UNKNOWN,) * self.world_size
-            else:
-                raise InvalidArgument(
-                    f"{self.label}: {what} needs recv_sizes if send_sizes and out are given, got None"
-                )
-        target = None if out is None else self._checked_out(what, out, (sum(receiving), *rest), source.dtype)
+            receiving = self._checked_sizes(what, "recv_sizes", recv_sizes)
+        sent = _parts(source.shape, sending, source.dtype.itemsize, self.rank)
+        received = _parts(source.shape, receiving, source.dtype.itemsize, self.rank)
+        target = None if out is None else self._checked_out(what, out, received.shape, source.dtype)
 
-        def call_with(coming: tuple[int, ...], largest: int) -> CollectiveCall:
-            sent = _parts(source.shape, sending, source.dtype.itemsize, self.rank)
-            received = _parts(source.shape, coming, source.dtype.itemsize, self.rank)
-            of_ranks = sent.byte_bounds, received.byte_bounds, largest * sent.row_bytes
+        def transfer(flat: Array, flat_target: Array) -> None:
+            largest = sending[0] if is_even else self._compare_sizes(sending, receiving, agreement)
+            bounds = sent.byte_bounds, received.byte_bounds
+            self._backend.all_to_all(
+                flat.view(BYTE), flat_target.view(BYTE), *bounds, largest * sent.row_bytes, agreement
+            )
 
-            def transfer(flat: Array, flat_target: Array) -> None:
-                self._backend.all_to_all(flat.view(BYTE), flat_target.view(BYTE), *of_ranks, agreement)
+        plan = (None, partial(self._backend.plan_all_to_all, source.nbytes)) if is_even else None
+        call = self._call(what, agreement, source, target, transfer, out, shape=received.shape, plan=plan)
+        return self._run(call, stream)
 
-            plan = (None, partial(self._backend.plan_all_to_all, source.nbytes)) if is_even else None
-            return self._call(what, agreement, source, target, transfer, out, shape=received.shape, plan=plan)
-
-        def share_sizes_and_move(launch: Any) -> Any:
-            _, _, move, _, _ = call_with(*self._share_sizes(sending, receiving, agreement))
-            return move(launch)
-
-        if is_even:
-            return self._run(call_with(receiving, sending[0]), stream)
-        return self._run((what, agreement, share_sizes_and_move, None, None), stream)
-
-    def _share_sizes(
-        self, sending: Sequence[int], receiving: Sequence[int], agreement: Agreement
-    ) -> tuple[tuple[int, ...], int]:
-        """Exchanges the sizes between the ranks.
-
-        Returns:
-            The number of rows that this rank receives from each rank; and the largest number of rows that any rank
-            sends to one rank.
+    def _compare_sizes(self, sending: Sequence[int], receiving: Sequence[int], agreement: Agreement) -> int:
+        """Compares what each rank sends with what the others expect, and returns the largest number of rows.
 
         Raises:
-            PlanMismatch: the `recv_sizes` of a rank differ from the numbers of rows that the other ranks send to this
-                rank. Every rank raises this error.
+            PlanMismatch: a rank expects other numbers of rows than the ranks send to it. Every rank raises this error.
         """
         n = self.world_size
         shared = self._backend.share_numbers([*sending, *receiving], agreement)
-        for receiver, numbers in enumerate(shared):
-            for sender, expected in enumerate(numbers[n:]):
-                if expected not in (_UNKNOWN, shared[sender][receiver]):
-                    raise mismatch(self.label, agreement, self._descriptions(shared))
-        return tuple([numbers[self.rank] for numbers in shared]), max([max(numbers[:n]) for numbers in shared])
-
-    def _descriptions(self, shared: Sequence[Sequence[int]]) -> dict[int, Description]:
-        n = self.world_size
-        return {
-            rank: Description("all_to_all", detail=f"sends rows {list(numbers[:n])}, expects {_expected(numbers[n:])}")
-            for rank, numbers in zip(self.ranks, shared, strict=True)
-        }
+        sent, expected = [numbers[:n] for numbers in shared], [numbers[n:] for numbers in shared]
+        if [list(to_one) for to_one in zip(*sent, strict=True)] != expected:
+            descriptions = {
+                rank: Description("all_to_all", detail=f"sends rows {numbers[:n]}, expects {numbers[n:]}")
+                for rank, numbers in zip(self.ranks, shared, strict=True)
+            }
+            raise mismatch(self.label, agreement, descriptions)
+        return max(map(max, sent))
 
     # -- Messages between two ranks: they are received in the order of sending; there are no tags ----------------
 
@@ -1390,7 +1361,3 @@ def _parts(shape: Shape, sizes: tuple[int, ...], itemsize: int, rank: int) -> _P
 
 def _joined(*details: str) -> str:
     return ", ".join([detail for detail in details if detail])
-
-
-def _expected(numbers: Sequence[int]) -> str:
-    return "any" if _UNKNOWN in numbers else str(list(numbers))

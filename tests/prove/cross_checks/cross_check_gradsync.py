@@ -50,10 +50,11 @@ class Gradsync:
         return self._call("broadcast", source, self._root)
 
     def _all_gather(self, source: np.ndarray, case: Case) -> np.ndarray:
-        return self._call("all_gather", source, sizes="ask" if case.uneven else None)
+        return self._call("all_gather", source, sizes=case.sizes(self.world_size) if case.uneven else None)
 
     def _gather(self, source: np.ndarray, case: Case) -> np.ndarray | None:
-        return self._call("gather", source, self._root, sizes="ask" if case.uneven else None)
+        sizes = case.sizes(self.world_size) if case.uneven else None
+        return self._call("gather", source, self._root, sizes=sizes)
 
     def _scatter(self, source: np.ndarray, case: Case) -> np.ndarray:
         sizes = case.sizes(self.world_size)
@@ -62,8 +63,9 @@ class Gradsync:
         return self._call("scatter", given, self._root, sizes=sizes if case.uneven else None, out=out)
 
     def _all_to_all(self, source: np.ndarray, case: Case) -> np.ndarray:
-        sizes = case.sizes_from(self.rank, self.world_size) if case.uneven else None
-        return self._call("all_to_all", source, send_sizes=sizes)
+        send_sizes, recv_sizes = (of(self.rank, self.world_size) for of in (case.sizes_from, case.sizes_to))
+        sizes = {"send_sizes": send_sizes, "recv_sizes": recv_sizes} if case.uneven else {}
+        return self._call("all_to_all", source, **sizes)
 
     def _send_recv(self, source: np.ndarray, case: Case) -> np.ndarray | None:
         if self.rank == 0:

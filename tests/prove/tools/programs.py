@@ -48,7 +48,7 @@ class Step(NamedTuple):
         root: member that a collective has as its root, or that a message comes from.
         layout: place in LAYOUTS; each member takes another one from there on.
         form: one of FORMS.
-        sizes: "equal", "given" or "ask"; for kinds that take sizes.
+        sizes: "equal" or "given"; for kinds that take sizes.
         is_asynchronous: whether it is submitted, and looked at later.
     """
 
@@ -99,7 +99,7 @@ def draw_step(
     kind = choices.among(kinds)
     dtype = choices.among([name for name in dtypes if kind not in REDUCING or name in OPERATIONS_BY_DTYPE])
     op = choices.among(sorted(op.value for op in OPERATIONS_BY_DTYPE[dtype])) if kind in REDUCING else ""
-    sizes = choices.among(("equal", "given", "ask"))
+    sizes = choices.among(("equal", "given"))
     rows = choices.number(0, most_rows)
     return Step(
         group,
@@ -217,7 +217,7 @@ def _reduce(p: Part) -> Work:
 def _reduce_scatter(p: Part) -> Work:
     given = p.given((sum(p.rows), *p.tail))
     want = p.own_rows(exactly_reduced(p.step.op, given))
-    sizes = None if p.step.sizes == "equal" else p.rows
+    sizes = _sizes(p)
     if p.step.form == "in place":
         array = p.contiguous(given[p.me])
         out = p.own_rows(array)
@@ -233,14 +233,14 @@ def _broadcast(p: Part) -> Work:
 
 
 def _sizes(p: Part) -> Any:
-    return {"equal": None, "given": p.rows, "ask": "ask"}[p.step.sizes]
+    return None if p.step.sizes == "equal" else p.rows
 
 
 def _all_gather(p: Part) -> Work:
     given = p.given_rows(p.rows)
     want = _whole(given)
     sizes = _sizes(p)
-    if sizes == "ask" or p.step.form == "fresh":
+    if p.step.form == "fresh":
         array, out = p.source(given[p.me]), None
     elif p.step.form == "in place":
         out = p.contiguous(np.zeros_like(want))
@@ -255,7 +255,7 @@ def _gather(p: Part) -> Work:
     given = p.given_rows(p.rows)
     want = _whole(given)
     sizes = _sizes(p)
-    out = p.out(want) if p.is_root and sizes != "ask" else None
+    out = p.out(want) if p.is_root else None
     array = p.source(given[p.me])
     return Work(lambda form: form.gather(array, p.step.root, sizes=sizes, out=out), want if p.is_root else None, out)
 
@@ -263,7 +263,7 @@ def _gather(p: Part) -> Work:
 def _scatter(p: Part) -> Work:
     given = p.given_rows(p.rows)
     want = given[p.me]
-    sizes = None if p.step.sizes == "equal" else p.rows
+    sizes = _sizes(p)
     array = p.source(_whole(given)) if p.is_root else None
     out = p.out(want) if p.is_root else p.room(want)
     return Work(lambda form: form.scatter(array, p.step.root, sizes=sizes, out=out), want, out)
@@ -276,8 +276,8 @@ def _all_to_all(p: Part) -> Work:
     want = _whole(blocks[p.me])
     array = p.source(_whole([to_rank[p.me] for to_rank in blocks]))
     send_sizes = None if is_equal else table[p.me]
-    recv_sizes = None if is_equal or p.step.sizes == "ask" else [row[p.me] for row in table]
-    out = p.out(want) if is_equal or recv_sizes is not None else None
+    recv_sizes = None if is_equal else [row[p.me] for row in table]
+    out = p.out(want)
     return Work(lambda form: form.all_to_all(array, send_sizes=send_sizes, recv_sizes=recv_sizes, out=out), want, out)
 
 
