@@ -73,7 +73,7 @@ peers: $(VENV)/.dev  ## install PyTorch, Open MPI, Intel MPI and Ray for the tes
 
 # PyTorch and the other MPIs only where a part uses them.
 prove: $(VENV)/.dev  ## run all deep tests (hours); PART="mpi soak", SEEDS=1000 or QUICK=1 runs fewer
-	-@$(if $(or $(if $(PART),,all),$(filter mpi adapters cross_checks partitions,$(PART))),$(MAKE) --no-print-directory peers)
+	-@$(if $(or $(if $(PART),,all),$(filter mpi loops cross_checks partitions,$(PART))),$(MAKE) --no-print-directory peers)
 	$(BIN)/python tests/prove $(PART) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(QUICK),--quick)
 
 soak: $(VENV)/.dev  ## test random calls, 1,000 groups, 200 kills and 30 restarts (16 minutes)

@@ -7,12 +7,10 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import gradsync
 from gradsync.bench import report
 from gradsync.bench.report import Seconds
 from page_tables import LAYOUTS
@@ -21,7 +19,6 @@ __all__ = [
     "RESULTS",
     "Seconds",
     "add_output",
-    "output_beside_torch",
     "output_of",
     "provenance",
     "slowest_rank",
@@ -69,26 +66,6 @@ def output_of(command: Sequence[str], variables: Mapping[str, str], timeout_seco
         raise RuntimeError(f"the ranks ended with {done.returncode}:\n{done.stderr}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def output_beside_torch(
-    python: str, script: str, arguments: Sequence[str], variables: Mapping[str, str], timeout_seconds: float
-) -> dict[str, Any]:
-    """Runs two ranks of a script in an environment with PyTorch; returns and raises as `output_of`.
-
-    Args:
-        python: the interpreter of that environment.
-        script: the name of a script beside this file.
-        arguments: the script's arguments.
-        variables: added to those of this process.
-        timeout_seconds: the time after which the ranks are killed.
-    """
-    command = [python, "-W", "ignore", "-m", "gradsync", "run", "--no-prefix", "-n", "2"]
-    sources = str(Path(gradsync.__file__).parents[1])
-    with tempfile.TemporaryDirectory() as folder:
-        own = {"PYTHONPATH": sources, "TMPDIR": folder, "GLOO_SOCKET_IFNAME": "lo"}
-        command += [str(Path(__file__).parent / script), *arguments]
-        return output_of(command, {**variables, **own}, timeout_seconds)
 
 
 def add_output(parser: argparse.ArgumentParser, name: str) -> None:

@@ -17,7 +17,6 @@ from timing_tables import (
     nccl_host_cost,
     over_mpi,
     partition,
-    real_model,
     rendezvous_scale,
     start_up,
     steady_cost,
@@ -36,7 +35,6 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "training_speed": training_speed,
     "start_up": start_up,
     "beside_mpi4py": over_mpi,
-    "gpt2_training": real_model,
     "nccl_host_cost": nccl_host_cost,
     "rendezvous_scale": rendezvous_scale,
     "failure_detection": detection,
@@ -82,11 +80,6 @@ METHODS = {
     ),
     "start_up": ("", ""),
     "beside_mpi4py": ("two ranks of MPICH", f"{_MEDIANS}. `make bench-mpi` makes the table"),
-    "gpt2_training": (
-        USUAL,
-        "The table shows medians on the slower rank, without the first step. The compared programs took turns, with "
-        "batches of 64 tokens, dropout and AdamW. `python benchmarks/gpt2_training.py` makes the table",
-    ),
     "nccl_host_cost": ("", "`python benchmarks/nccl_host_cost.py --old FOLDER` makes the table"),
     "network_partition": ("two network namespaces", "`python benchmarks/network_partition.py` makes the table"),
     "rendezvous_scale": (

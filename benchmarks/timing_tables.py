@@ -29,19 +29,6 @@ def over_mpi(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def real_model(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with a line for each wrapper of a model that is trained."""
-    lines = [
-        "| GPT-2 small in | a step | its backward pass | first step | weights |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for row in results["results"]:
-        step, backward = (f"{row[name]['median']:.2f} s" for name in ("step_seconds", "backward_seconds"))
-        weights = "the same bits" if row["weights_equal_bit_by_bit"] else "other bits"
-        lines.append(f"| {row['what']} | {step} | {backward} | {row['first_step_seconds']:.2f} s | {weights} |")
-    return lines
-
-
 def nccl_host_cost(results: dict[str, Any]) -> list[str]:
     """Returns the lines of the table of what a call over NCCL costs the host, in both editions."""
     lines = ["| the program | clock | 0.1 | 0.2 |", "| --- | --- | --- | --- |"]

@@ -1,29 +1,50 @@
-"""A PyTorch training loop with gradsync: Synchronised(model) averages the gradients.
+"""A PyTorch training loop with gradsync: each gradient is handed over as soon as autograd has accumulated it.
 
-Run it with `gradsync run -n 2 examples/torch_loop.py`; it needs `pip install 'gradsync[torch]'`.
+Run it with `gradsync run -n 2 examples/torch_loop.py`; it needs `pip install torch`.
 """
 
 import torch
 from torch import nn
 
 import gradsync as gs
-from gradsync.adapters.torch import Synchronised
 
-with gs.init_process_group() as comm:
-    torch.manual_seed(comm.rank)  # each rank has its own data; all begin with rank 0's parameters
-    model = Synchronised(nn.Sequential(nn.Linear(2, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 1)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    for step in range(201):
-        points = 2 * torch.rand(64, 2) - 1
+def synchronise(model):
+    """Gives the model rank 0's parameters and buffers; returns the callback that averages its gradients."""
+    gs.broadcast_tree({name: value.numpy() for name, value in model.state_dict().items()})  # written in place
+    sync = gs.AllreduceCallback("mean")
+    for name, parameter in model.named_parameters():
+
+        def hand_over(parameter, name=name):
+            sync(name, parameter.grad.numpy())  # .numpy() shares the memory, so .grad gets the mean
+
+        parameter.register_post_accumulate_grad_hook(hand_over)
+    return sync
+
+
+def make_model():
+    return nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
+
+
+def train(model, sync, steps, rank):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for step in range(steps):
+        points = 2 * torch.rand(64, 2) - 1  # each rank has its own data
         inside = (points.square().sum(dim=1, keepdim=True) < 0.6).float()
         optimizer.zero_grad()
         logits = model(points)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, inside)
-        loss.backward()  # then .grad has the mean over all ranks
+        with sync.backward():  # at the end of the block, all .grad have the mean over all ranks
+            loss.backward()
         optimizer.step()
-        if comm.rank == 0 and step % 50 == 0:
+        if rank == 0 and step % 50 == 0:
             right = ((logits > 0) == (inside > 0)).float().mean()
             print(f"step {step}: loss {loss:.2f}, {right:.0%} right")
 
-    gs.check_consistency({name: value.numpy() for name, value in model.state_dict().items()})  # the same on all ranks
+
+if __name__ == "__main__":
+    with gs.init_process_group() as comm:
+        torch.manual_seed(comm.rank)
+        model = make_model()
+        train(model, synchronise(model), 201, comm.rank)
+        gs.check_consistency({name: value.numpy() for name, value in model.state_dict().items()})

@@ -190,7 +190,7 @@ if __name__ == "__main__":
     for _name in gs.__all__:
         getattr(gs, _name)
     for _module in pkgutil.walk_packages(gs.__path__, "gradsync."):
-        if _module.name.split(".")[1] not in ("__main__", "adapters", "bench", "doctor", "launching"):
+        if _module.name.split(".")[1] not in ("__main__", "bench", "doctor", "launching"):
             with contextlib.suppress(ImportError):
                 importlib.import_module(_module.name)
     gc.freeze()

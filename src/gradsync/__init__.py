@@ -19,7 +19,7 @@ _FOREIGN = {
     "all_reduce": "gs.get_communicator().all_reduce(...)",
     "broadcast": "gs.get_communicator().broadcast(...)",
     "barrier": "gs.get_communicator().barrier()",
-    "DistributedDataParallel": "gradsync.adapters.torch.Synchronised(model), or gs.AllreduceCallback in your own loop",
+    "DistributedDataParallel": "gs.AllreduceCallback and a hook of each parameter (examples/torch_loop.py)",
     "DistributedSampler": "gs.shard_indices(len(data), epoch)",
     "clip_grad_norm_": 'gs.AllreduceCallback("mean", clip_norm=1.0)',
     "no_sync": "accumulate() of a gs.AllreduceCallback",

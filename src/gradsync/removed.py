@@ -36,7 +36,7 @@ REMOVED: dict[str, dict[str, str]] = {
     "gather": {"sizes='ask'": _SIZES},
     "gradsync": {
         "hooks": _HOOK,
-        "adapters": "examples/torch_loop.py and examples/jax_loop.py do the same with the public API",
+        "adapters": "examples/torch_loop.py and examples/jax_loop.py average gradients in a few lines of your own",
         "trace": _TRACE,
         "dump_flight_recorder": _REPORT,
         "GradientChanged": "leave it out: nothing raises this error",

@@ -97,23 +97,11 @@ def average_gradients(
         return tree
     who = f"{communicator.label}: {_WHAT}"
     nodes = _nodes_of(tree, who)
-    return _merged(tree, nodes, average_arrays(_arrays_of(nodes, who), method, communicator))
+    return _merged(tree, nodes, _averaged(_arrays_of(nodes, who), method, communicator))
 
 
-def average_arrays(arrays: Mapping[str, Any], op: ReduceOp, communicator: Communicator) -> dict[str, Any]:
-    """Reduces the arrays of a tree; returns the results by path.
-
-    Every rank must call it with the same paths, in any order.
-
-    Args:
-        arrays: the arrays by path; None instead of an array has no result.
-        op: the operator of the reduction: sum or mean.
-        communicator: the communicator whose ranks reduce the arrays.
-
-    Raises:
-        InvalidArgument, UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see
-            average_gradients.
-    """
+def _averaged(arrays: Mapping[str, Any], op: ReduceOp, communicator: Communicator) -> dict[str, Any]:
+    """Reduces the arrays of a tree, given by path; returns the results by path. None has no result."""
     overlaps, specs, destinations = OverlapCheck(), [], []
     for path, array in sorted(arrays.items()):
         if array is not None:

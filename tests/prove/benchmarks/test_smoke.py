@@ -21,7 +21,6 @@ STATUSES = {MEASURED, "not installed", "not offered", "not asked for"}
 #: Scripts that measure nothing: makers of pages, and the ranks of others; and those of the part fault_matrix.
 OTHER_SCRIPTS = {
     "two_checkouts_rank",
-    "gpt2_training_rank",
     "training_speed_rank",
     "page_tables",
 }
@@ -52,7 +51,6 @@ SMOKES = [
     Smoke("nccl_host_cost", ("--old", str(ROOT), "--quick"), 4),
     Smoke("beside_mpi4py", ("--rounds", "1"), 7),
     Smoke("network_partition", ("--rounds", "1"), 10),
-    Smoke("gpt2_training", ("--quick",), 3),
     Smoke("rendezvous_scale", ("--quick",), 2),
     Smoke("start_up", ("--quick", "--ranks", "2"), 1),
     Smoke("steady_cost", ("--quick",), 1),
