@@ -74,7 +74,6 @@ _OPTIONS = {
     contenders.CLIPPED: "clip_norm, reached in each step",
     contenders.HOOK: "a hook that calls asynchronous.all_reduce",
     contenders.PARAMETERS: "parameters=",
-    contenders.FIRST_BUCKET: "first_bucket_bytes of 1 MB",
 }
 
 

@@ -45,7 +45,6 @@ def test_what_is_no_integer_is_refused(no_integer: Any) -> None:
         lambda: gs.launcher(rank_functions.place_in_group, port=no_integer),
         lambda: gs.init_process_group("local", rank=0, world_size=no_integer),
         lambda: gs.AllreduceCallback(threshold_bytes=no_integer),
-        lambda: gs.AllreduceCallback(first_bucket_bytes=no_integer),
         lambda: gs_comm.create_local_process_group(no_integer),
         lambda: gs.shard_indices(no_integer, epoch=0, seed=0),
         lambda: gs.get_offsets([(no_integer,)]),
@@ -73,7 +72,7 @@ def pass_integers(comm: Any) -> None:
     gs.bcast_list_([array], root=last)
     comm.exchange(array, dest=np.uint8((rank + 1) % n), out=xp.empty(4, np.float32), source=np.uint8((rank - 1) % n))
     assert comm.split(np.int64(rank % 2), np.int16(-rank)) is not None
-    sync = gs.AllreduceCallback("sum", threshold_bytes=np.int64(64), first_bucket_bytes=np.int32(16))
+    sync = gs.AllreduceCallback("sum", threshold_bytes=np.int64(64))
     assert type(sync.threshold_bytes) is int
     for _ in range(2):
         gradients = [xp.ones(8, np.float32) for _ in range(5)]

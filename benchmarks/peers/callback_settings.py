@@ -13,7 +13,6 @@ import gradsync as gs
 from peers.collectives import RANKS
 from peers.contenders import (
     CLIPPED,
-    FIRST_BUCKET,
     HOOK,
     NONFINITE,
     NORM,
@@ -90,5 +89,4 @@ SETTINGS: dict[str, _Setting] = {
     CLIPPED: _clipped,
     HOOK: _hooked,
     PARAMETERS: _told,
-    FIRST_BUCKET: _with(first_bucket_bytes=2**20),
 }

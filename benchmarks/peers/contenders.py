@@ -41,8 +41,7 @@ NORM = "norm computed"
 CLIPPED = "norm clipped, each step"
 HOOK = "hook, asynchronous all_reduce"
 PARAMETERS = "parameters told"
-FIRST_BUCKET = "first bucket of 1 MB"
-KNOBS = (NONFINITE, NORM, CLIPPED, HOOK, PARAMETERS, FIRST_BUCKET)
+KNOBS = (NONFINITE, NORM, CLIPPED, HOOK, PARAMETERS)
 
 # The time of a reduction by DDP is the difference of two contenders.
 DIFFERENCES = {ddp: (whole_backward(ddp), local_backward(ddp)) for ddp in (DDP, DDP_VIEWS)}

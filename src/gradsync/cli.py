@@ -118,7 +118,7 @@ def bench() -> None:
     epilog="""\b
 Examples:
   gradsync bench thresholds --model resnet50              thresholds from 0.25 to 100 MB
-  gradsync bench thresholds --model shapes.json -n 4      your own gradients: callback.dump_shapes("shapes.json")
+  gradsync bench thresholds --model shapes.json -n 4      your own gradients: [[name, shape, dtype], ...]
   mpiexec -n 4 gradsync bench thresholds --model bert     mpiexec starts the ranks; srun and torchrun can do this too
 
 \b

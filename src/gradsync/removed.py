@@ -30,7 +30,7 @@ REMOVED: dict[str, dict[str, str]] = {
         "no_sync": _ADD_UP,
         "discard": "leave it out: hand over nothing that you do not want to reduce",
         "join": _UNEVEN,
-        "dump_shapes": "write {name: [str(array.dtype), list(array.shape)]} with json.dump",
+        "dump_shapes": "write [[name, array.shape, str(array.dtype)], ...] with json.dump",
     },
     "all_gather": {"sizes='ask'": _SIZES},
     "gather": {"sizes='ask'": _SIZES},

@@ -204,7 +204,7 @@ def differ(comm: Any, kit_name: str) -> list[str]:
 # -- Knobs together -----------------------------------------------------------------------------------------------
 
 COMBINATIONS: tuple[dict[str, Any], ...] = (
-    {"nonfinite": "skip", "clip_norm": 20.0, "first_bucket_bytes": 200},
+    {"nonfinite": "skip", "clip_norm": 20.0},
     {"hook": True, "nonfinite": "raise", "clip_norm": 20.0},
     {"missing": "zero", "nonfinite": "skip", "clip_norm": float("inf")},
 )

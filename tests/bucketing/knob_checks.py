@@ -38,31 +38,24 @@ def refilled(kit: Any, array: Any, values: Host, number: int) -> Any:
 
 
 def begin_early(comm: Any, kit_name: str) -> None:
-    """A small first bucket is launched while gradients are still to come."""
+    """A full bucket is launched while gradients are still to come."""
     kit = make_kit(comm, kit_name)
-    gradient_bytes = 4 * 250
-    for first_bucket_bytes, launched_after in ((1, 1), (2 * gradient_bytes, 2), (None, 6)):
-        for parameters in (None, dict.fromkeys(range(10), ((250,), "float32"))):
-            callback = gs.AllreduceCallback(
-                "mean",
-                comm,
-                threshold_bytes=6 * gradient_bytes,
-                first_bucket_bytes=first_bucket_bytes,
-                parameters=parameters,
-            )
-            for _ in range(3):
-                before, begun = callback.statistics.all_reduces, comm.recorder.begun
-                handed_over = []
-                launched = []
-                for i in range(10):
-                    handed_over.append(time.monotonic())
-                    callback(i, kit.put(np.ones(250, np.float32)))
-                    launched.append(callback.statistics.all_reduces - before)
-                callback.flush()
-                assert launched.index(1) + 1 == launched_after, (first_bucket_bytes, launched)
-                entries = [entry for entry in comm.recorder.entries() if entry.number > begun]
-                first = next(entry for entry in entries if "all_reduce" in entry.what.headline())
-                assert handed_over[launched_after - 1] <= first.began <= handed_over[launched_after]
+    gradient_bytes, fit = 4 * 250, 6
+    for parameters in (None, dict.fromkeys(range(10), ((250,), "float32"))):
+        callback = gs.AllreduceCallback("mean", comm, threshold_bytes=fit * gradient_bytes, parameters=parameters)
+        for _ in range(3):
+            before, begun = callback.statistics.all_reduces, comm.recorder.begun
+            handed_over = []
+            launched = []
+            for i in range(10):
+                handed_over.append(time.monotonic())
+                callback(i, kit.put(np.ones(250, np.float32)))
+                launched.append(callback.statistics.all_reduces - before)
+            callback.flush()
+            assert launched.index(1) + 1 == fit, launched
+            entries = [entry for entry in comm.recorder.entries() if entry.number > begun]
+            first = next(entry for entry in entries if "all_reduce" in entry.what.headline())
+            assert handed_over[fit - 1] <= first.began <= handed_over[fit]
 
 
 # -- NaN, infinity, norms -----------------------------------------------------------------------------------------

@@ -144,8 +144,9 @@ def test_a_future_in_debug_mode_waits_as_any_other() -> None:
 def test_without_the_debug_mode_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard.GradientGuard, "take", None)
     with local_communicator() as comm:
-        sync = gs.AllreduceCallback("sum", comm, lock_gradients=False)
+        sync = gs.AllreduceCallback("sum", comm)
         gradient = np.ones(3)
+        before = gradient[:]  # a view that the lock leaves writeable
         with sync.backward():
             sync("p", gradient)
-            gradient += 1
+            before += 1

@@ -22,7 +22,6 @@ CHECKS = [
     checks.lock_each_layout,
     checks.unlock_as_soon_as_done,
     checks.share_a_buffer,
-    checks.lock_on_one_rank_only,
     checks.use_every_knob,
     checks.use_a_hook,
     checks.hand_over_to_two_callbacks,
@@ -124,9 +123,3 @@ def test_the_error_of_a_write_names_the_gradients() -> None:
     with pytest.raises(ValueError, match="read-only") as caught, sync.backward():  # another array than ours
         np.broadcast_to(1.0, 3)[0] = 2.0
     assert not hasattr(caught.value, "__notes__")
-
-
-def test_lock_gradients_is_true_or_false() -> None:
-    for word in ("yes", 1, None):
-        with pytest.raises(gs.InvalidArgument, match="lock_gradients must be True or False"):
-            gs.AllreduceCallback(lock_gradients=word)  # type: ignore[arg-type]

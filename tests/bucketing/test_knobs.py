@@ -27,7 +27,7 @@ OF_VALUES += [*on(GPU, 1, 2), *on(GPU_MIXED, 2)]
 
 
 @pytest.mark.parametrize(("place", "world_size"), [*PLACES, *always_on(STAND_IN_SLOW, 2)])
-def test_buckets_begin_early_and_in_groups(place: Place, world_size: int) -> None:
+def test_full_buckets_begin_while_gradients_are_to_come(place: Place, world_size: int) -> None:
     place.run(world_size, checks.begin_early, place.kit)
 
 
@@ -47,9 +47,6 @@ def test_all_ranks_hear_of_nan_and_of_the_norm(place: Place, world_size: int) ->
         ({"threshold_bytes": 0}, "threshold_bytes"),
         ({"threshold_bytes": 1.5}, "threshold_bytes"),
         ({"threshold_bytes": True}, "threshold_bytes"),
-        ({"first_bucket_bytes": 0}, "first_bucket_bytes"),
-        ({"first_bucket_bytes": "1"}, "first_bucket_bytes"),
-        ({"first_bucket_bytes": 11, "threshold_bytes": 10}, "at most threshold_bytes"),
         ({"missing": "zeros"}, "missing must be 'error' or 'zero'"),
         ({"missing": None}, "missing must be"),
         ({"missing": "zero"}, "needs parameters"),

@@ -88,7 +88,7 @@ def test_oversize_goes_alone_and_does_not_disturb() -> None:
     [("25 MB", 25 * 1024**2), ("1.5kb", 1536), (" 2 GiB ", 2 * 1024**3), ("64 B", 64), ("3 mib", 3 * 1024**2), (7, 7)],
 )
 def test_sizes_as_text(text: str, size: int) -> None:
-    sync = gs.AllreduceCallback(threshold_bytes=text, first_bucket_bytes="1 B")
+    sync = gs.AllreduceCallback(threshold_bytes=text)
     assert (sync.threshold_bytes, Planner(text).threshold_bytes) == (size, size)
 
 

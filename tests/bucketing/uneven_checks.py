@@ -19,7 +19,6 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"clip_norm": CLIP_NORM, "nonfinite": "skip"},
     {"clip_norm": CLIP_NORM, "nonfinite": "raise", "parameters": SMALL, "gradient_as_bucket_view": True},
     {"clip_norm": CLIP_NORM, "hook": Recording("future"), "parameters": SMALL},
-    {"first_bucket_bytes": 1},
 )
 
 

@@ -114,8 +114,7 @@ def gradients_of(model: str) -> list[GradientSpec]:
         ]
     if "/" not in model and not model.endswith(".json"):
         raise InvalidArgument(
-            f"no model is called {model!r}: use {', '.join(MODELS)}, or a .json file, which "
-            "callback.dump_shapes(path) writes after a step of your own loop"
+            f"no model is called {model!r}: use {', '.join(MODELS)}, or a .json file with your own gradients' shapes"
         )
     specs = read_shapes(model)
     if any(spec.dtype == "bfloat16" for spec in specs) and importlib.util.find_spec("ml_dtypes") is None:
@@ -135,7 +134,7 @@ def total_bytes(specs: list[GradientSpec]) -> int:
 def read_shapes(path: str | Path) -> list[GradientSpec]:
     """Returns the gradients of a shapes file, in the file's order; gradients without a dtype are float32.
 
-    The file is JSON: a list of [name, shape] or [name, shape, dtype]. AllreduceCallback.dump_shapes writes such a file.
+    The file is JSON: a list of [name, shape] or [name, shape, dtype].
 
     Raises:
         InvalidArgument: the file cannot be read, is not a list of gradients, is empty, or has a dtype that cannot be
@@ -178,5 +177,5 @@ def _spec(path: str | Path, number: int, entry: Any) -> GradientSpec:
 def _malformed(path: str | Path, what: str) -> InvalidArgument:
     return InvalidArgument(
         f"the shapes file {str(path)!r} {what}; a shapes file looks like "
-        '[["layer.weight", [64, 3], "float32"], ["layer.bias", [64]]], and callback.dump_shapes(path) writes one'
+        '[["layer.weight", [64, 3], "float32"], ["layer.bias", [64]]]'
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from gradsync.arguments import refuse_words
 from gradsync.backends import BACKENDS, unknown_backend
@@ -29,9 +29,6 @@ from gradsync.errors import GradientCancelled, InvalidArgument, NonFiniteGradien
 from gradsync.futures import GradientFuture
 from gradsync.reduction import parse_reduce_method
 from gradsync.removed import no_attribute, refuse_removed
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _FOREIGN = {
     "threshold": "threshold_bytes",
@@ -85,8 +82,6 @@ class AllreduceCallback:
         threshold_bytes: the largest size of a bucket of several gradients, in bytes or as text such as "25 MB"; 1 MB
             is 1024**2 bytes. A larger gradient gets a bucket of its own. None means 10 MB, or 64 MB for
             `gradient_as_bucket_view` on the CPU.
-        first_bucket_bytes: the threshold for the first bucket of a step, at most `threshold_bytes`. A small value
-            starts communication early. None means `threshold_bytes`.
         parameters: the parameters that have a gradient in each step: a mapping of names to arrays or to (shape, dtype).
             If the program hands over gradients with arrays as `param`, the option is a list of these arrays. With this
             option, the gradients may arrive in any order, and in a different order on each rank; all ranks reduce the
@@ -107,17 +102,11 @@ class AllreduceCallback:
             larger than clip_norm, flush() scales the gradients down to clip_norm. The attribute `norm` is the norm
             before clipping. With float("inf"), gradsync computes this norm, but does not clip. Clipping is the last
             action of flush(): a done-callback that runs earlier sees the unclipped gradient.
-        lock_gradients: whether gradsync makes NumPy gradients read-only from their hand-over until their bucket is
-            reduced. A `gradient += ...` during this time raises ValueError ("output array is read-only"). Without the
-            lock, the added values would be averaged too, or lost. gradsync locks only arrays that it can always unlock:
-            arrays that own their memory, and views of such arrays. A program can still write to the base array of a
-            gradient, and to older views. gradsync does not lock gradients that live in buckets. False locks nothing.
-            Ranks may differ in this option.
 
     Raises:
-        InvalidArgument: an option has a wrong value, a size is below 1, an option lacks another option that it needs,
-            or the group is not a communicator of this rank. destroy_process_group() also raises InvalidArgument if
-            gradients were handed over but never reduced.
+        InvalidArgument: an option has a wrong value, or lacks another option that it needs, or the group is not a
+            communicator of this rank. destroy_process_group() also raises InvalidArgument if gradients were handed over
+            but never reduced.
         UnsupportedDtype: the reduce method is not defined for the dtype of one of the `parameters`.
 
     Source: buckets as in PyTorch DDP (Li et al., VLDB 2020, section 3.2), filled in arrival order as in MegEngine.
@@ -131,13 +120,11 @@ class AllreduceCallback:
         *,
         name: str | None = None,
         threshold_bytes: int | str | None = None,
-        first_bucket_bytes: int | str | None = None,
         parameters: Any = None,
         missing: Literal["error", "zero"] = "error",
         gradient_as_bucket_view: bool = False,
         nonfinite: Literal["off", "raise", "skip"] = "off",
         clip_norm: float | None = None,
-        lock_gradients: bool = True,
         **removed: NoReturn,  # so that type checkers refuse misspelt options
     ) -> None:
         if removed:
@@ -161,13 +148,11 @@ class AllreduceCallback:
         options = Options(
             self.op,
             threshold_bytes,
-            first_bucket_bytes,
             parameters,
             missing,
             gradient_as_bucket_view,
             nonfinite,
             clip_norm,
-            lock_gradients,
         )
         self._group = group
         self._step = Step(options, CallbackIdentity(name, group))
@@ -196,7 +181,10 @@ class AllreduceCallback:
 
         Every rank must call it for the same parameters. Without the option `parameters` the order must be the same too.
         Until the future is done, the gradient belongs to gradsync: do not write to it. gradsync makes a NumPy gradient
-        read-only until its bucket is reduced; see the option `lock_gradients`.
+        read-only until its bucket is reduced, so that a `gradient += ...` raises ValueError ("output array is
+        read-only") instead of being averaged too, or lost. This lock holds only for arrays that gradsync can always
+        unlock: arrays that own their memory, and views of such arrays. The base array of a gradient, and older views,
+        can still be written to. Gradients that live in buckets are not locked.
 
         Args:
             param: the parameter: any hashable name, or an array. Within a rank, gradsync recognises an array by its
@@ -323,33 +311,6 @@ class AllreduceCallback:
             self._step.reducer.events.local_passes += 1
         else:
             self._step.end_local_pass()
-
-    def dump_shapes(self, path: str | Path) -> None:
-        """Writes the names, shapes and dtypes of the last step's gradients to a JSON file.
-
-        The gradients are in arrival order or, with the option `parameters`, in the order of this option. `gradsync
-        bench thresholds --model` reads the file. The ranks exchange nothing, so one rank can call dump_shapes() alone,
-        after a flush.
-
-        Args:
-            path: the path of the file; an existing file is replaced.
-
-        Raises:
-            InvalidArgument: the call is in the middle of a step; or no step has succeeded yet, and the callback does
-                not know the gradients from the option `parameters`.
-            OSError: the file cannot be written.
-        """
-        self._check_between_steps("dump_shapes()")
-        specs = self._step.agreed
-        if not specs:
-            raise InvalidArgument(
-                "dump_shapes() needs a complete step: hand over the gradients of a step, and call flush(), first"
-            )
-        import json  # imported here to keep start-up fast
-
-        lines = ",\n".join([f"  {json.dumps([spec.label, spec.shape, spec.dtype])}" for spec in specs])
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(f"[\n{lines}\n]\n")
 
     @contextmanager
     def backward(self) -> Iterator[None]:

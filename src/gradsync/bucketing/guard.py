@@ -112,7 +112,7 @@ class LockedGradients:
         if owner is None or owner is array:
             raise InvalidArgument(
                 f"{what} cannot be made writeable again after its reduction ({error}): hand over an array that owns "
-                "its memory, or use AllreduceCallback(lock_gradients=False)"
+                "its memory"
             ) from error
         was_writeable = owner.flags.writeable
         owner.setflags(write=True)
@@ -132,14 +132,13 @@ def register(holder: Holder) -> None:
     _holders[key] = weakref.ref(holder, lambda _: _holders.pop(key, None))
 
 
-def can_lock(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> bool:
+def can_lock(gradient: Array, name: str, holder: Holder) -> bool:
     """Whether gradsync locks a gradient: only if gradsync can always restore the gradient's WRITEABLE flag.
 
     Args:
         gradient: a NumPy array, of any subclass.
         name: the gradient's name.
         holder: the callback that takes the gradient.
-        is_on: whether the holder wants to lock the gradient.
 
     Raises:
         InvalidArgument: another callback has the gradient in flight.
@@ -150,7 +149,7 @@ def can_lock(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> bool
     if not (gradient.flags.writeable and owner.flags.writeable):
         refuse_in_flight(gradient, f"{holder.label}: the gradient of {name}", holder)
         return False
-    return is_on and gradient.size > 0  # an empty array cannot be written to
+    return gradient.size > 0  # an empty array cannot be written to
 
 
 def refuse_in_flight(array: Array, who: str, holder: Holder | None = None) -> None:

@@ -18,7 +18,8 @@ from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp, check_operation, d
 class Options:
     """The options of a callback. Attributes that are not listed are arguments of AllreduceCallback.
 
-    The constructor checks the options, except the sizes and `parameters`, which Planner and known_parameters() check.
+    The constructor checks the options, except two: Planner checks `threshold_bytes`, and known_parameters() checks
+    `parameters`.
 
     Attributes:
         op: the operator of the reduction: sum or mean.
@@ -26,20 +27,16 @@ class Options:
 
     op: ReduceOp
     threshold_bytes: Any
-    first_bucket_bytes: Any
     parameters: Any
     missing: str
     gradient_as_bucket_view: bool
     nonfinite: str
     clip_norm: float | None
-    lock_gradients: bool
     _accepted: set[np.dtype[Any]] = field(default_factory=set)  # dtypes that were checked before
 
     def __post_init__(self) -> None:
         _check_word("missing", self.missing, ("error", "zero"))
         _check_word("nonfinite", self.nonfinite, POLICIES)
-        if not isinstance(self.lock_gradients, bool):
-            raise InvalidArgument(f"lock_gradients must be True or False, got {self.lock_gradients!r}")
         if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
             raise InvalidArgument(
                 f"clip_norm must be a number above 0, or None for no clipping, got {self.clip_norm!r}"

@@ -123,7 +123,6 @@ class _Filling(NamedTuple):
     """A bucket that is not full, and takes further gradients."""
 
     number: int
-    limit_bytes: int
     slots: list[Slot]
 
     @property
@@ -160,13 +159,11 @@ class Planner:
 
     Args:
         threshold_bytes: the largest size of a bucket of several gradients; at least 1.
-        first_bucket_bytes: the threshold for the first bucket of a step, so that communication may start early; None
-            means `threshold_bytes`.
         specs: the name, shape and dtype of each gradient, by position; None if the gradients are not known before the
             first step.
 
     Attributes:
-        threshold_bytes, first_bucket_bytes: see Args.
+        threshold_bytes: see Args.
         assignments: the Assignment of each gradient of this step, by position. While the step repeats the last step,
             the list has the Assignments of all gradients of the last step.
         repeats: whether all gradients of this step so far were in the last step, at the same positions. With `specs`,
@@ -174,25 +171,11 @@ class Planner:
         buckets: with `specs`, all buckets in launch order; else an empty list.
 
     Raises:
-        InvalidArgument: a size is neither an integer of at least 1 nor text such as "25 MB", or the first bucket's
-            threshold is above `threshold_bytes`.
+        InvalidArgument: the threshold is neither an integer of at least 1 nor text such as "25 MB".
     """
 
-    def __init__(
-        self,
-        threshold_bytes: int | str,
-        first_bucket_bytes: int | str | None = None,
-        specs: Sequence[GradientSpec] | None = None,
-    ) -> None:
-        threshold_bytes = checked_bytes("threshold_bytes", threshold_bytes)
-        if first_bucket_bytes is not None:
-            first_bucket_bytes = checked_bytes("first_bucket_bytes", first_bucket_bytes)
-            if first_bucket_bytes > threshold_bytes:
-                raise InvalidArgument(
-                    f"first_bucket_bytes must be at most threshold_bytes ({threshold_bytes}), got {first_bucket_bytes}"
-                )
-        self.threshold_bytes = threshold_bytes
-        self.first_bucket_bytes = first_bucket_bytes
+    def __init__(self, threshold_bytes: int | str, specs: Sequence[GradientSpec] | None = None) -> None:
+        self.threshold_bytes = checked_bytes("threshold_bytes", threshold_bytes)
         self.assignments: list[Assignment] = []
         self.repeats = False
         self.buckets: list[Bucket] = []
@@ -203,7 +186,7 @@ class Planner:
         self._next = 0  # with `specs`: the index of the bucket to launch next
         self._is_fixed = specs is not None
         if specs is not None:
-            self.buckets = plan_buckets(specs, threshold_bytes, first_bucket_bytes)
+            self.buckets = plan_buckets(specs, self.threshold_bytes)
             self._order = {bucket.number: index for index, bucket in enumerate(self.buckets)}
             numbers = {slot.position: bucket.number for bucket in self.buckets for slot in bucket.slots}
             self.assignments = [Assignment(spec, numbers[position], None) for position, spec in enumerate(specs)]
@@ -291,29 +274,24 @@ class Planner:
         """
         complete: list[Bucket] = []
         filling = None if spec.size_bytes > self.threshold_bytes else self._open.pop(spec.dtype, None)
-        if filling is not None and filling.size_bytes + spec.size_bytes > filling.limit_bytes:
+        if filling is not None and filling.size_bytes + spec.size_bytes > self.threshold_bytes:
             complete.append(filling.finished())
             filling = None
         if filling is None:
-            limit_bytes = self.threshold_bytes
-            if self._opened == 0 and self.first_bucket_bytes is not None:
-                limit_bytes = self.first_bucket_bytes
-            filling = _Filling(self._opened, limit_bytes, [])
+            filling = _Filling(self._opened, [])
             self._opened += 1
         begin = filling.slots[-1].end if filling.slots else 0
         filling.slots.append(Slot(position, spec, begin, begin + spec.size_elements))
-        if filling.size_bytes >= filling.limit_bytes:
+        if filling.size_bytes >= self.threshold_bytes:
             complete.append(filling.finished())
         else:
             self._open[spec.dtype] = filling
         return Assignment(spec, filling.number, complete)
 
 
-def plan_buckets(
-    specs: Iterable[GradientSpec], threshold_bytes: int | str, first_bucket_bytes: int | str | None = None
-) -> list[Bucket]:
+def plan_buckets(specs: Iterable[GradientSpec], threshold_bytes: int | str) -> list[Bucket]:
     """Returns the buckets of a whole step, in launch order."""
-    return Planner(threshold_bytes, first_bucket_bytes).plan_step(list(specs))
+    return Planner(threshold_bytes).plan_step(list(specs))
 
 
 def checked_bytes(name: str, size: object) -> int:

@@ -89,7 +89,7 @@ class Step:
     """
 
     def __init__(self, options: Options, identity: CallbackIdentity) -> None:
-        self.planner = Planner(options.threshold_or(DEFAULT_THRESHOLD_BYTES), options.first_bucket_bytes)
+        self.planner = Planner(options.threshold_or(DEFAULT_THRESHOLD_BYTES))
         self.reducer = Reducer(options)
         self.reducer.events.state_of = weakref.WeakMethod(self._so_far)
         self.memory: BucketMemory | None = None
@@ -232,7 +232,7 @@ class Step:
         threshold = options.threshold_or(VIEWS_ON_CPU_THRESHOLD_BYTES if in_views else DEFAULT_THRESHOLD_BYTES)
         self.agreed = [parameter.spec for parameter in self._parameters]
         self._positions = {parameter.key: position for position, parameter in enumerate(self._parameters)}
-        self.planner = Planner(threshold, options.first_bucket_bytes, self.agreed)
+        self.planner = Planner(threshold, self.agreed)
 
     # -- A gradient ------------------------------------------------------------------------------------------------
 
@@ -321,8 +321,7 @@ class Step:
         if isinstance(grad, np.ndarray):
             # Gradients in the buckets' memory, which ranks share, are not locked. Other arrays are copied into a
             # bucket.
-            is_on = self._options.lock_gradients and self.memory is None
-            is_locked = can_lock(grad, spec.name, self, is_on=is_on)
+            is_locked = can_lock(grad, spec.name, self) and self.memory is None
             if is_locked and is_itself:
                 native = grad.view()  # gradsync writes through the view. For a subclass, native is a view already
         out = self._destination(grad, native, position, communicator)
@@ -426,7 +425,7 @@ class Step:
         position = len(self.sums.by_key) if self._positions is None else self._position_of(param, communicator)
         grad, native, spec = self._accepted(param, grad, position, communicator)
         if isinstance(grad, np.ndarray):
-            can_lock(grad, spec.name, self, is_on=False)  # refuses a gradient that is in flight in another callback
+            can_lock(grad, spec.name, self)  # refuses a gradient that is in flight in another callback
         self._entries.clear()  # the next step reduces the sums, not the arrays of the last step
         total = self.sums.add(param, key_of(param), spec.name, grad, native, communicator)
         end = CollectiveEnd(communicator._backend.timeout_seconds)
@@ -759,9 +758,7 @@ class Step:
         """Returns the state of this step at an event, for PlanMismatch."""
         own = set(event.specs) if isinstance(event, Bucket) else set()
         others = tuple([entry.spec.item for entry in self._waiting() if entry.spec not in own])
-        sizes = {"threshold_bytes": self.planner.threshold_bytes, "first_bucket_bytes": self.planner.first_bucket_bytes}
-        shown = tuple([(name, str(size)) for name, size in sizes.items() if size is not None])
-        return StepSoFar(others, self._has_ended, shown)
+        return StepSoFar(others, self._has_ended, (("threshold_bytes", str(self.planner.threshold_bytes)),))
 
     def _of_step(self) -> list[GradientEntry]:
         """Returns the gradients of this step, by position."""

@@ -321,7 +321,7 @@ _ONE_ORDER = (
     "same, but the ranks make the callbacks at different lines or in threads, name the callbacks: "
     'gs.AllreduceCallback(..., name="generator")'
 )
-_SIZES = ("threshold_bytes", "first_bucket_bytes")  # ranks may differ in them if their buckets are equal
+_SIZES = ("threshold_bytes",)  # ranks may differ in it if their buckets are equal
 _NO_SITE = CallSite()
 _UNHARMED = "no data was moved"
 _BROKEN = (
