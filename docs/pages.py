@@ -2,12 +2,16 @@
 
 A hook of MkDocs. In the repository pages link to each other, and to example files, by paths that work there; here each
 link becomes the path of the same file in the site. A link to what is not there stays as it is, and MkDocs warns.
+`<!-- help: gradsync run -->` becomes the help of this command.
 """
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -19,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 _LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
+_HELP = re.compile(r"<!-- help: ([a-z ]+) -->")
 _FENCE = re.compile(r"^(```.*?^```$)", flags=re.DOTALL | re.MULTILINE)
 
 
@@ -36,9 +41,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Points links at the site's own files."""
+    """Points links at the site's own files, and puts the help of commands in its places."""
     uri = page.file.src_uri
-    return relink(markdown, _home(uri), posixpath.dirname(uri))
+    return _HELP.sub(_help, relink(markdown, _home(uri), posixpath.dirname(uri)))
 
 
 def relink(markdown: str, home: str, folder: str) -> str:
@@ -63,6 +68,14 @@ def relink(markdown: str, home: str, folder: str) -> str:
 def in_site(path: str) -> str:
     """Returns where a file of the repository is in the site."""
     return PAGES.get(path, path.removeprefix("docs/"))
+
+
+def _help(marker: re.Match[str]) -> str:
+    """Returns the help of a command, as a block."""
+    command = [sys.executable, "-m", *marker[1].split(), "--help"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "100"}
+    shown = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return f"```text\n{shown.stdout}```"
 
 
 def _home(uri: str) -> str:
