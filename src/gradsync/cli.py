@@ -454,7 +454,7 @@ def doctor(**options: Any) -> None:
     except ImportError as error:
         raise BackendUnavailable(
             f"a library that gradsync needs does not load here ({error}): "
-            "pip install --force-reinstall 'numpy>=2.1' msgpack click rich"
+            "pip install --force-reinstall 'numpy>=2.1' msgpack click rich cloudpickle"
         ) from error
     sys.exit(examine(**options))
 

@@ -92,9 +92,8 @@ def test_run_ends_although_children_forked_meanwhile_live_on(tmp_path):
     assert done.stdout == "3 True\n", done.stderr
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_program_that_reaps_its_children_itself(tmp_path, method):
-    source = f"""
+def test_program_that_reaps_its_children_itself(tmp_path):
+    source = """
         import os, signal
         import gradsync as gs
         def reap(*_):
@@ -106,7 +105,6 @@ def test_program_that_reaps_its_children_itself(tmp_path, method):
         def rank():
             return int(os.environ["RANK"])
         if __name__ == "__main__":
-            gs.set_start_method({method!r})
             signal.signal(signal.SIGCHLD, reap)
             print(gs.launch(rank, (), 2))
         """
@@ -114,26 +112,38 @@ def test_program_that_reaps_its_children_itself(tmp_path, method):
     assert done.stdout == "[0, 1]\n", done.stderr
 
 
-@pytest.mark.parametrize("handler", ["reap", "signal.SIG_IGN"])
-def test_rank_that_ends_before_its_guard_is_ready(tmp_path, handler):
-    source = f"""
-        import os, signal
+def in_each_interpreter(tmp_path, source):
+    """Gives the environment of a program whose interpreters, also those of its ranks, run this first."""
+    folder = tmp_path / "first"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(source))
+    return os.environ | {"PYTHONPATH": str(folder)}
+
+
+# The guard begins to watch when the rank has ended.
+SLOW_GUARD = """
+    import os
+    guard = os.getpid()
+    def wait_for_the_rank_to_end():
+        if os.getpid() == guard:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    os.register_at_fork(after_in_parent=wait_for_the_rank_to_end)
+"""
+
+
+def test_rank_that_ends_before_its_guard_is_ready(tmp_path):
+    source = """
+        import os, signal, threading
         import gradsync as gs
-        def reap(*_):
-            os.waitpid(-1, os.WNOHANG)
-        def wait_for_the_rank_to_end():
-            if os.getpid() != launcher:  # the guard, right after it has forked the rank
-                os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         def rank():
             return int(os.environ["RANK"])
-        if __name__ == "__main__":
-            launcher = os.getpid()
-            gs.set_start_method("fork")
-            signal.signal(signal.SIGCHLD, {handler})
-            os.register_at_fork(after_in_parent=wait_for_the_rank_to_end)
+        def run():
             print(gs.launch(rank, (), 2))
+        if __name__ == "__main__":
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # its children inherit this
+            threading.Thread(target=run).start()  # only the main thread can set it back
         """
-    done = run_script(tmp_path, source)
+    done = run_script(tmp_path, source, env=in_each_interpreter(tmp_path, SLOW_GUARD))
     assert done.stdout == "[0, 1]\n", done.stderr
 
 
@@ -141,11 +151,6 @@ def test_orphan_of_a_rank_that_ends_before_its_guard_is_ready(tmp_path):
     source = """
         import os, signal
         import gradsync as gs
-        def wait_for_the_rank_to_end():
-            if os.getpid() == guard_of_rank.get("forks in"):
-                os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-        def note_the_guard():
-            guard_of_rank.setdefault("forks in", os.getpid())
         def rank():
             reader, writer = os.pipe()
             if (child := os.fork()) == 0:
@@ -159,12 +164,9 @@ def test_orphan_of_a_rank_that_ends_before_its_guard_is_ready(tmp_path):
             os.waitpid(child, 0)
             return orphan
         if __name__ == "__main__":
-            guard_of_rank = {}
-            gs.set_start_method("fork")
-            os.register_at_fork(after_in_child=note_the_guard, after_in_parent=wait_for_the_rank_to_end)
             print(*gs.launch(rank, (), 1))
         """
-    done = run_script(tmp_path, source)
+    done = run_script(tmp_path, source, env=in_each_interpreter(tmp_path, SLOW_GUARD))
     assert command.has_ended(int(done.stdout), 60), done.stderr
 
 
@@ -195,15 +197,10 @@ def _link(descriptor):
         return ""
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_rank_keeps_no_secret_open_and_its_programs_inherit_no_pipe_of_ours(method):
-    gs.set_start_method(method)
-    try:
-        assert gs.launch(own_secret_descriptors, (), 1) == [[]]
-        inherited = gs.launch(descriptors_of_a_program, (), 1)[0]
-        assert not [link for link in inherited if "gradsync" in link]
-    finally:
-        gs.set_start_method("spawn")
+def test_rank_keeps_no_secret_open_and_its_programs_inherit_no_pipe_of_ours():
+    assert gs.launch(own_secret_descriptors, (), 1) == [[]]
+    inherited = gs.launch(descriptors_of_a_program, (), 1)[0]
+    assert not [link for link in inherited if "gradsync" in link]
 
 
 def test_closed_standard_streams_are_not_taken_by_ours(tmp_path):
@@ -245,7 +242,7 @@ def test_interrupt_while_spawn_starts_its_ranks_leaves_none(tmp_path):
 
 
 @pytest.mark.parametrize("kernel", ["new", "before 5.3"])
-def test_forked_ranks_of_a_killed_launcher_end_although_its_other_children_live_on(tmp_path, kernel):
+def test_ranks_of_a_killed_launcher_end_although_its_other_children_live_on(tmp_path, kernel):
     source = (
         IDLE_CHILDREN
         + """
@@ -262,17 +259,15 @@ def test_forked_ranks_of_a_killed_launcher_end_although_its_other_children_live_
             time.sleep(0.01)
 
     if __name__ == "__main__":
-        if sys.argv[1] != "new":
-            del os.pidfd_open
-        gs.set_start_method("fork")
         threading.Thread(target=fork_children, daemon=True).start()
         gs.launch(idle, (), 2)
     """
     )
     path = tmp_path / "program.py"
     path.write_text(textwrap.dedent(source))
-    line = [sys.executable, "-W", "ignore", str(path), kernel]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True) as launcher:
+    env = in_each_interpreter(tmp_path, "import os; del os.pidfd_open" if kernel == "before 5.3" else "")
+    line = [sys.executable, "-W", "ignore", str(path)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True, env=env) as launcher:
         ranks = [int(launcher.stdout.readline()) for _ in range(2)]
         launcher.kill()
         try:

@@ -12,17 +12,17 @@ import gradsync as gs
 
 def test_what_a_rank_cannot_find_is_refused_before_any_process_starts(monkeypatch):
     monkeypatch.setattr("gradsync.launching.supervisor.RankProcess", None)
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    lock = threading.Lock()
 
     @gs.launcher
     def inner():
-        pass
+        lock.acquire()
 
-    advice = "define it at the top level of a module or script, pip install cloudpickle, or start ranks by fork"
+    advice = "define it at the top level of a module or script, and create inside it what it needs"
     with pytest.raises(gs.InvalidArgument, match=rf"inner needs to be picklable.*{advice}"):
         inner()
     with pytest.raises(gs.InvalidArgument, match=rf"<lambda> needs to be picklable.*{advice}"):
-        gs.launcher(lambda: 0)()
+        gs.launcher(lambda: lock)()
     with pytest.raises(gs.InvalidArgument, match=r"args\[0\] of rank_in_group needs to be picklable"):
         rank_functions.rank_in_group(sys.stdout)
 
@@ -91,22 +91,70 @@ def test_closures_and_lambdas():
     assert gs.launcher(lambda: secret_number, n_gpus=1)() == [41]
 
 
-def test_fork_carries_what_does_not_pickle():
-    lock = threading.Lock()
-    assert gs.launcher(lambda held: held.locked(), n_gpus=1, start_method="fork")(lock) == [False]
+BELOW_THE_GUARD = """
+import functools
+import gradsync as gs
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+def above(x):
+    return Point(x + 1)
+
+def decorate(function):
+    @functools.wraps(function)
+    def call(x):
+        return function(x)
+    return call
+
+if __name__ == "__main__":
+    number = 7
+
+    def below(x):
+        return Point(above(x).x + number)
+
+    @decorate
+    def decorated(x):
+        return below(x)
+
+    @gs.launcher(n_gpus=1)
+    def launched(x):
+        return below(x)
+
+    results = [gs.launch(function, 1, 1) for function in (above, below, decorated)] + [launched(1)]
+    print([result.x for result, in results], {type(result) is Point for result, in results})
+"""
+
+
+def test_functions_of_the_script_that_ranks_do_not_import(tmp_path):
+    script = command.write_script(tmp_path, BELOW_THE_GUARD)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[2, 9, 9, 9] {True}\n", "")
+
+
+def test_functions_of_the_main_module_of_a_package(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    source = (
+        "import gradsync as gs\ndef work(x): return x + 1\nif __name__ == '__main__': print(gs.launch(work, 1, 2))\n"
+    )
+    (tmp_path / "package" / "__main__.py").write_text(source)
+    for line in (["-m", "package"], ["package"]):
+        done = subprocess.run([sys.executable, *line], capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "[2, 2]\n", "")
 
 
 def run_interactive(source):
     return subprocess.run([sys.executable, "-"], input=source, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_function_and_class_of_an_interactive_session(method):
-    source = f"""
+def test_function_and_class_of_an_interactive_session():
+    source = """
 import gradsync as gs
 class Point:
     def __init__(self, x): self.x = x
-@gs.launcher(n_gpus=2, start_method={method!r})
+@gs.launcher(n_gpus=2)
 def work(point): return Point(point.x + gs.get_communicator().rank)
 results = work(Point(1))
 print([point.x for point in results], all(type(point) is Point for point in results))
@@ -120,11 +168,16 @@ def test_world_size_limits_the_processes_of_this_node(monkeypatch):
     assert gs.launcher(rank_functions.size_and_local_size, world_size=2)() == [(2, "2")] * 2
 
 
-def test_set_start_method_is_the_default(monkeypatch):
+def test_set_start_method_is_the_default(monkeypatch, caplog):
     monkeypatch.setattr("gradsync.launching.launch._default", "fork")
-    lock = threading.Lock()
-    assert gs.launcher(lambda: lock.locked(), n_gpus=1)() == [False]
-    assert gs.spawn(lambda: lock.locked(), (), 1).return_queues[0].get() is False
+    assert gs.launcher(lambda: 1, n_gpus=1)() == [1]
+    assert gs.spawn(lambda: 2, (), 1).return_queues[0].get() == 2
+    assert [
+        f"{who}: gradsync starts ranks by spawn, not by fork: " in caplog.text for who in ("launcher", "spawn")
+    ] == [
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("run", [gs.launcher(rank_functions.raise_stubborn, n_gpus=1), None])

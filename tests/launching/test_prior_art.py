@@ -31,9 +31,11 @@ METHODS = ["spawn", "fork", "forkserver"]
 BY_DEFAULT_AND_BY_NAME = [None, "fork", "forkserver"]  # the default is "spawn"
 
 
-def started_as(method):
-    """Returns how a rank starts: "forkserver" does the same as "spawn"."""
-    return "fork" if method == "fork" else "spawn"
+def assert_warned(caplog, method, n_launches=1):
+    """Ranks start by spawn, and each launch by another method warns of it."""
+    warnings = [record.message for record in caplog.records if "gradsync starts ranks by spawn" in record.message]
+    assert len(warnings) == (0 if method in (None, "spawn") else n_launches)
+    assert all(f"not by {method}: module globals that were set before are not copied" in text for text in warnings)
 
 
 STAND_IN = Path(__file__).parent.parent / "stand_in"
@@ -79,10 +81,6 @@ def ended_on_exit(program, **options):
             process.kill()
 
 
-def touch_cuda(monkeypatch):
-    monkeypatch.setattr("gradsync.launching.launch.cuda_is_initialised", lambda: True)
-
-
 # -- The launcher --------------------------------------------------------------------------------------------
 
 
@@ -113,9 +111,10 @@ def test_launcher_takes_functions_of_c(method):
 
 
 @pytest.mark.parametrize("method", BY_DEFAULT_AND_BY_NAME)
-def test_launcher_starts_processes_by_each_method(method):
+def test_launcher_accepts_each_start_method(method, caplog):
     run = gs.launcher(rank_functions.start_method, n_gpus=2, start_method=method)
-    assert run() == [started_as(method)] * 2
+    assert [run(), run()] == [["spawn"] * 2] * 2
+    assert_warned(caplog, method, n_launches=2)
 
 
 def test_launcher_n_gpus_is_the_devices_of_this_node_and_world_size_is_n_gpus(monkeypatch, tmp_path):
@@ -299,22 +298,6 @@ def test_launcher_large_results_do_not_deadlock():
     assert [len(result) for result in rank_functions.large_in_group(size)] == [size] * 2
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        lambda: gs.launcher(rank_functions.plain, n_gpus=1, start_method="fork")(1),
-        lambda: gs.spawn(rank_functions.place, (), 1, start_method="fork"),
-        lambda: (gs.set_start_method("fork"), gs.launch(rank_functions.place, (), 1)),
-    ],
-)
-@pytest.mark.usefixtures("_default_start_method")
-def test_cuda_is_checked_before_processes_start(monkeypatch, start):
-    monkeypatch.setattr("gradsync.launching.supervisor.RankProcess", None)
-    touch_cuda(monkeypatch)
-    with pytest.raises(gs.InvalidArgument, match="do not use CUDA before the fork"):
-        start()
-
-
 # -- spawn ---------------------------------------------------------------------------------------------------
 
 
@@ -383,15 +366,16 @@ def test_spawn_takes_the_cores_where_there_is_no_device():
 
 
 @pytest.mark.parametrize("method", BY_DEFAULT_AND_BY_NAME)
-def test_spawn_start_methods(method):
-    given = multiprocessing.get_context(method or "spawn")
+def test_spawn_start_methods(method, caplog):
+    given = multiprocessing.get_context("spawn")
     numbers = given.Queue()
     options = {} if method is None else {"start_method": method}
     context = gs.spawn(rank_functions.start_method_and_rank, (numbers, given.Lock()), 2, **options)
-    assert [results.get() for results in context.return_queues] == [(started_as(method), rank) for rank in range(2)]
+    assert [results.get() for results in context.return_queues] == [("spawn", rank) for rank in range(2)]
     assert sorted(numbers.get(timeout=30) for _ in range(2)) == [0, 1]
     numbers.close()
     numbers.join_thread()
+    assert_warned(caplog, method)
 
 
 def test_spawn_gpus_are_those_of_the_processes(monkeypatch):
@@ -532,16 +516,17 @@ def test_launch_free_port():
 
 @pytest.mark.parametrize("method", BY_DEFAULT_AND_BY_NAME)
 @pytest.mark.usefixtures("_default_start_method")
-def test_launch_set_start_method(method):
+def test_launch_set_start_method(method, caplog):
     if method is not None:
         gs.set_start_method(method)
-    given = multiprocessing.get_context(method or "spawn")
+    given = multiprocessing.get_context("spawn")
     numbers = given.Queue()
     results = gs.launch(functools.partial(rank_functions.start_method_and_rank, numbers, given.Lock()), nprocs=2)
-    assert results == [(started_as(method), rank) for rank in range(2)]
+    assert results == [("spawn", rank) for rank in range(2)]
     assert sorted(numbers.get(timeout=30) for _ in range(2)) == [0, 1]
     numbers.close()
     numbers.join_thread()
+    assert_warned(caplog, method)
     with pytest.raises(gs.InvalidArgument, match="'spawn', 'fork', 'forkserver', got 'thread'"):
         gs.set_start_method("thread")
 

@@ -26,10 +26,9 @@ def assert_same(got, want):
         np.testing.assert_array_equal(got[name], value)
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_large_values_come_as_pickle_brings_them(method):
+def test_large_values_come_as_pickle_brings_them():
     want = rank_functions.return_arrays()
-    context = gs.spawn(rank_functions.return_arrays, nprocs=2, join=False, start_method=method)
+    context = gs.spawn(rank_functions.return_arrays, nprocs=2, join=False)
     for results in context.return_queues:
         got = results.get()
         assert_same(got, want)
@@ -59,7 +58,6 @@ def test_small_values_leave_no_descriptor_open(length):
 
 
 def test_what_pickles_by_value_only_comes_with_its_arrays():
-    pytest.importorskip("cloudpickle")
     ((before, function, behind),) = gs.launch(rank_functions.return_arrays_and_lambda, (), 1)
     assert (before * 2 == behind).all()
     assert (before == np.arange(100_000.0)).all()

@@ -252,51 +252,18 @@ def test_no_signal_is_lost_as_an_inbox_opens_or_closes(place, raises, monkeypatc
         signal.signal(signal.SIGTERM, before)
 
 
-FORKED_IN_ASYNCIO = """
-    import asyncio, os, signal
-    import gradsync as gs
-
-    def work():
-        if os.environ["RANK"] == "1":
-            raise ValueError("lost")
-        signal.pause()  # until the launcher sends SIGTERM
-
-    async def main():
-        ended = []
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.append, "the program")
-        gs.set_start_method("fork")
-        try:
-            gs.launch(work, nprocs=2)
-        except gs.WorkerError as error:
-            print("ValueError: lost" in str(error))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        print(ended)
-
-    asyncio.run(main())
-"""
-
-
-def test_a_signal_to_a_forked_rank_does_not_reach_the_asyncio_of_the_program(tmp_path):
-    script = command.write_script(tmp_path, FORKED_IN_ASYNCIO)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.stdout, done.returncode) == ("True\n[]\n", 0), done.stderr
-
-
-def test_ctrl_c_is_not_blocked_where_a_rank_could_not_be_forked(monkeypatch):
-    def fail():
+def test_ctrl_c_is_not_blocked_where_a_rank_could_not_be_started(monkeypatch):
+    def fail(*_, **__):
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    gs.set_start_method("fork")
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fork", fail)
+            patch.setattr(subprocess, "Popen", fail)
             with pytest.raises(gs.BackendUnavailable):
                 gs.launch(os.getpid, nprocs=2)
         assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        gs.set_start_method("spawn")
 
 
 def test_a_signal_of_the_programs_own_reaches_its_wake_up_descriptor():

@@ -202,7 +202,7 @@ def test_ctrl_c_ends_the_ranks_in_order(tmp_path, where):
 
 
 INTERRUPTED_AT_START = """
-    import os, signal, threading
+    import os, signal, subprocess, threading
     import gradsync as gs
     def work():
         while True:
@@ -211,16 +211,18 @@ INTERRUPTED_AT_START = """
         begun.wait()
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # the kernel gives it to any thread that takes it
         sent.set()
-    def wait_for_the_signal():  # so that it comes before all ranks have started, on a busy machine too
-        begun.set()
-        sent.wait()
+    class Popen(subprocess.Popen):  # waits, so that the signal comes before all ranks have started
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            begun.set()
+            sent.wait()
     begun, sent = threading.Event(), threading.Event()
     if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Thread(target=interrupt).start()
-        os.register_at_fork(after_in_parent=wait_for_the_signal)
+        subprocess.Popen = Popen
         try:
-            gs.spawn(work, nprocs=4, join=False, start_method="fork")
+            gs.spawn(work, nprocs=4, join=False)
         except KeyboardInterrupt as error:
             print("interrupted", repr(error.__context__))
 """

@@ -19,12 +19,8 @@ from gradsync import environment
 from gradsync.arguments import DEFAULT_GRACE_SECONDS, check_integer, check_port, check_seconds, integer_of
 from gradsync.environment import ALLOW_SHARED_GPU, variables_of_mpi
 from gradsync.errors import BackendUnavailable, InvalidArgument
-from gradsync.launching.in_rank.rank_main import Call
 from gradsync.machine import blas_thread_variables, count_gpus, interface_of, visible_gpus
 from gradsync.rendezvous.secret_files import Endpoint
-
-#: Names of the start methods, see `rank_process`.
-START_METHODS = ("spawn", "fork", "forkserver")
 
 _WHO = "the launch"
 
@@ -39,14 +35,11 @@ class Target(NamedTuple):
         record: the data that a rank reads at its start (the start record); `marshal` can write all of it.
         command_line: the arguments that `ps` shows for the rank.
         descriptors: file descriptors that the ranks inherit.
-        call: the function with its positional and keyword arguments, if the ranks are forked and inherit the call;
-            otherwise None.
     """
 
     record: dict[str, Any]
     command_line: tuple[str, ...]
     descriptors: tuple[int, ...] = ()
-    call: Call | None = None
 
     def mpi_command(self, world_size: int) -> str:
         """Returns the `mpiexec` command that starts these ranks; ranks that use MPI need MPI's own launcher."""
@@ -75,7 +68,6 @@ class Job:
         endpoint: the address and secret of the rendezvous server, if the caller has chosen them, for example because
             several launchers share the server. By default the supervisor hosts a server with a new secret.
         listener: the bound socket at the endpoint's address, if the supervisor has to run the server there.
-        start_method: "spawn", "fork" or "forkserver".
         gpus: the value of CUDA_VISIBLE_DEVICES for each process; by default each process inherits this process's value.
         stdin_rank: the rank that gets this process's standard input, or None; the other ranks read /dev/null.
         grace_seconds: how many seconds the ranks have to end, after the launcher has asked them to end, before SIGKILL.
@@ -102,7 +94,6 @@ class Job:
     rendezvous_port: int = 0
     endpoint: Endpoint | None = None
     listener: socket.socket | None = None
-    start_method: str = "spawn"
     gpus: tuple[str, ...] | None = None
     stdin_rank: int | None = 0
     grace_seconds: float = DEFAULT_GRACE_SECONDS

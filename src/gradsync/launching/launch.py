@@ -2,12 +2,12 @@
 
 `gs.spawn` and `gs.launcher` use functions of this module too. The launcher pickles the call before any process starts,
 with pickle, or with cloudpickle if pickle cannot pickle the call. A rank reads the call with `pickle.loads` in both
-cases; `pickle.loads` imports cloudpickle if needed. Forked ranks inherit the call, so the launcher does not pickle it.
-After the run, the caller gets the results or the error.
+cases; `pickle.loads` imports cloudpickle if needed. After the run, the caller gets the results or the error.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import io
@@ -16,9 +16,11 @@ import operator
 import os
 import signal
 import sys
+import tokenize
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from multiprocessing import ProcessError, popen_spawn_posix
 from multiprocessing.reduction import ForkingPickler
 from pickle import PicklingError
@@ -28,20 +30,19 @@ from typing import Any, ClassVar
 from gradsync import environment
 from gradsync.errors import GradsyncError, InvalidArgument, RankFailed
 from gradsync.launching.in_rank import rank_main
-from gradsync.launching.in_rank.rank_main import Call
 from gradsync.launching.in_rank.result import ReturnValue
-from gradsync.launching.job import START_METHODS, Job, Target
+from gradsync.launching.job import Job, Target
 from gradsync.launching.outcome import Outcome, RankOutcome, signal_name
 from gradsync.launching.supervisor import supervise
 from gradsync.machine import default_process_count
 
+_START_METHODS = ("spawn", "fork", "forkserver")
 _default = "spawn"
 
 _log = logging.getLogger("gradsync")
 
 _Pickler = Callable[[io.BytesIO], Any]
-
-_CUDA_SUCCESS = 0
+_Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class WorkerError(GradsyncError, ProcessError):
@@ -86,16 +87,13 @@ def launch(
 
     Each process gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment,
     and the variables that `init_process_group()` needs. The function must call `init_process_group()` itself. The
-    environment of the calling process does not change. The start method is "spawn" unless `gs.set_start_method` has
-    chosen a different method. With "spawn" and "forkserver" a script that calls `launch` needs the `if __name__ ==
-    "__main__":` guard.
+    environment of the calling process does not change. Each process is a fresh interpreter, so a script that calls
+    `launch` needs the `if __name__ == "__main__":` guard.
 
     Args:
-        func: a function that pickle can pickle, such as a function at the top level of a module or script. Lambdas,
-            closures and functions of a notebook need cloudpickle, or the start method "fork".
-        args: the single argument of the function, of any type. The argument must be picklable, unless the start method
-            is "fork".
-            For several arguments write `gs.launch(functools.partial(func, a, b), nprocs=2)`.
+        func: a function of any kind, also a lambda, a closure or a function of a notebook.
+        args: the single argument of the function, of any type that pickle or cloudpickle can pickle. For several
+            arguments write `gs.launch(functools.partial(func, a, b), nprocs=2)`.
         nprocs: the number of processes; by default one per visible GPU, or per usable core where there is no GPU.
         master_addr: the value of MASTER_ADDR in the processes, for the function's own use.
         master_port: the value of MASTER_PORT in the processes, for the function's own use; None means a free port.
@@ -108,17 +106,16 @@ def launch(
         InvalidArgument: `args` is a tuple of length 1, or of as many items as `func` has required parameters: perhaps
             the caller means separate arguments, as before 0.2. Other reasons: the function or its argument cannot be
             pickled; a return value cannot be unpickled in this process; `nprocs` is not a positive integer; an
-            environment variable of gradsync is invalid; this process is a rank; the start method is "fork" and this
-            process has initialised CUDA.
+            environment variable of gradsync is invalid; this process is a rank.
         BackendUnavailable: the system is not Linux, or allows no more processes or open files.
         WorkerError: a worker failed, for example because the `__main__` guard is missing, or its return value cannot be
             pickled.
         MainProcessError: this process received SIGINT, SIGTERM or SIGHUP (only if its main thread called `launch`).
     """
-    method = chosen_start_method("launch", None)
-    target = function_target(func, _arguments(func, args), {}, who="launch", start_method=method)
+    warn_of_start_method("launch", None)
+    target = function_target(func, _arguments(func, args), {}, who="launch")
     count = default_process_count() if nprocs is None else nprocs
-    job = Job(target, count, master_addr=master_addr, master_port=master_port, start_method=method)
+    job = Job(target, count, master_addr=master_addr, master_port=master_port)
     outcome = supervise(job)
     if outcome.signal_number is not None:
         name = signal_name(outcome.signal_number)
@@ -169,38 +166,41 @@ def _count_required(func: Callable[..., Any]) -> int:
 def set_start_method(method: str) -> None:
     """Sets the start method of `gs.launch`, and the default of `gs.launcher` and `gs.spawn`.
 
+    gradsync starts each rank as a fresh interpreter ("spawn"), whatever the method is.
+
     Args:
-        method: "spawn" (the default) starts fresh interpreters: the function and its arguments must be picklable, and a
-            script needs the `if __name__ == "__main__":` guard. "forkserver" means the same as "spawn": programs may
-            use this name, because multiprocessing has it. "fork" copies this process with its memory: closures and
-            notebook functions work, but CUDA must not be initialised. If another thread holds a lock at the fork, no
-            thread ever releases this lock in the copies.
+        method: "spawn" (the default), "fork" or "forkserver". With "fork" and "forkserver" each launch logs a warning:
+            ranks get no copy of the module globals that the program has set before.
 
     Raises:
         InvalidArgument: there is no such method.
     """
     global _default
-    _default = _checked("set_start_method", method)
+    check_start_method("set_start_method", method)
+    _default = method
 
 
-def chosen_start_method(who: str, method: str | None) -> str:
-    """Returns the start method of a call: the method that the call names, or else the method of `set_start_method`.
+def check_start_method(who: str, method: object) -> None:
+    """Raises InvalidArgument if there is no such start method; `who` is the name of the public function."""
+    if not isinstance(method, str) or method not in _START_METHODS:
+        names = ", ".join(map(repr, _START_METHODS))
+        raise InvalidArgument(f"{who} needs the start method to be one of {names}, got {method!r}")
+
+
+def warn_of_start_method(who: str, method: str | None) -> None:
+    """Logs a warning for a launch by "fork" or "forkserver".
 
     Args:
-        who: the name of the public function, for the error.
-        method: the start method that the call names, or None.
-
-    Raises:
-        InvalidArgument: there is no such method.
+        who: the name of the public function.
+        method: the start method that the call names; None means the method of `set_start_method`.
     """
-    return _default if method is None else _checked(who, method)
-
-
-def _checked(who: str, method: object) -> str:
-    if isinstance(method, str) and method in START_METHODS:
-        return method
-    names = ", ".join(map(repr, START_METHODS))
-    raise InvalidArgument(f"{who} needs the start method to be one of {names}, got {method!r}")
+    method = method or _default
+    if method != "spawn":
+        _log.warning(
+            "%s: gradsync starts ranks by spawn, not by %s: module globals that were set before are not copied to the "
+            "ranks; pass what they need as arguments",
+            *(who, method),
+        )
 
 
 # -- The call ----------------------------------------------------------------------------------------------------------
@@ -213,7 +213,6 @@ def function_target(
     name: str | None = None,
     *,
     who: str = "the launch",
-    start_method: str = "spawn",
 ) -> Target:
     """Prepares a function call for ranks that are children of this process.
 
@@ -223,13 +222,10 @@ def function_target(
         keywords: the function's keyword arguments.
         name: the function's name in errors and `ps`; by default its own name.
         who: the name of the public function, for errors.
-        start_method: the start method. With "fork" the ranks inherit the call; with "spawn" and "forkserver" the
-            function pickles the call.
 
     Raises:
         InvalidArgument: `function` is not callable; the arguments are not a sequence; the function or an argument
-            cannot be pickled; this process is itself a rank; or the start method is "fork" and this process has
-            initialised CUDA.
+            cannot be pickled; or this process is itself a rank.
     """
     if not callable(function):
         raise InvalidArgument(f"{who} needs a function, got {function!r}")
@@ -237,11 +233,7 @@ def function_target(
         raise InvalidArgument(f"{who} needs args as a tuple, got {arguments!r}; one argument is written (value,)")
     name = name or function_name(function)
     _refuse_inside_rank(name)
-    call = (function, tuple(arguments), dict(keywords))
-    if start_method == "fork":
-        _refuse_fork_after_cuda(who)
-        return Target({"kind": "function"}, (name,), call=call)
-    return _pickled_target(call, name)
+    return _pickled_target((function, tuple(arguments), dict(keywords)), name)
 
 
 def own_backend(who: str, backend: str) -> str:
@@ -257,14 +249,14 @@ def function_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
-def _pickled_target(call: Call, name: str) -> Target:
+def _pickled_target(call: _Call, name: str) -> Target:
     import pickle
     from multiprocessing import context, spawn
 
     inherited = _InheritedDescriptors()
     preparation = spawn.get_preparation_data(name)
-    ranks_import_main = _has_main(preparation)
-    if not ranks_import_main:
+    main = MainModule()
+    if not main.is_imported:
         preparation.pop("init_main_from_path", None)
     # Queues and locks of multiprocessing can be pickled only while multiprocessing spawns a process. The next line
     # pretends that multiprocessing spawns a process.
@@ -273,7 +265,7 @@ def _pickled_target(call: Call, name: str) -> Target:
         record = {
             "kind": "function",
             "preparation": pickle.dumps(preparation),
-            "call": pickle_call(call, name, ranks_import_main=ranks_import_main),
+            "call": _pickle_call(call, name, main),
             "tracker_descriptor": _resource_tracker_descriptor(inherited),
         }
     finally:
@@ -317,42 +309,62 @@ def _resource_tracker_descriptor(inherited: _InheritedDescriptors) -> int | None
     return None if tracker is None else inherited.duplicate_for_child(tracker.getfd())
 
 
-def ranks_can_import_main() -> bool:
-    """Returns whether a fresh interpreter can import this process's `__main__`; False in an interactive session."""
-    from multiprocessing import spawn
+class MainModule:
+    """This process's `__main__`, which ranks import under another name, so that its `__main__` guard does not run.
 
-    return _has_main(spawn.get_preparation_data("main"))
+    Attributes:
+        is_imported: whether ranks import the module; not for an interactive session, or the `__main__` of a package.
+    """
+
+    def __init__(self) -> None:
+        from multiprocessing import spawn
+
+        preparation = spawn.get_preparation_data("main")
+        name, path = (preparation.get(f"init_main_from_{source}") for source in ("name", "path"))
+        self.is_imported = (path is not None and os.path.exists(path)) or (
+            # multiprocessing does not import the second kind of name again
+            name is not None and name.rpartition(".")[2] != "__main__"
+        )
+
+    def defines_in_ranks(self, thing: Any) -> bool:
+        """Returns whether the module, imported in a rank, defines this function or class of the module."""
+        code = getattr(inspect.unwrap(thing), "__code__", None)  # a class has none: ranks tell if it is missing
+        file = getattr(sys.modules["__main__"], "__file__", None)
+        if not self.is_imported or code is None or code.co_filename != file:
+            return self.is_imported
+        return not any(code.co_firstlineno in lines for lines in self._guarded_lines)
+
+    @cached_property
+    def _guarded_lines(self) -> list[range]:
+        """The lines of the module that depend on `__name__`, such as the lines below `if __name__ == "__main__"`."""
+        try:
+            with tokenize.open(str(sys.modules["__main__"].__file__)) as file:
+                body = ast.parse(file.read()).body
+        except (OSError, SyntaxError, UnicodeDecodeError):  # changed since, or no source
+            return []
+        return [
+            range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+            for statement in body
+            if isinstance(statement, ast.If) and "'__name__'" in ast.dump(statement.test)
+        ]
 
 
-def _has_main(preparation: Mapping[str, Any]) -> bool:
-    path = preparation.get("init_main_from_path")
-    return "init_main_from_name" in preparation or (path is not None and os.path.exists(path))
-
-
-def pickle_call(call: Call, name: str, *, ranks_import_main: bool) -> bytes:
+def _pickle_call(call: _Call, name: str, main: MainModule) -> bytes:
     """Pickles a call in one piece, so that two arguments that share an object share one object in the rank too.
 
-    Args:
-        call: the function and its arguments.
-        name: the function's name, for errors.
-        ranks_import_main: whether ranks can import this process's `__main__`. Ranks of an interactive session cannot
-            import it. pickle_call() then pickles functions and classes of `__main__` with their code, not by name.
+    What ranks cannot import is pickled with its code.
 
     Raises:
         InvalidArgument: the function or an argument cannot be pickled.
     """
-    pickler: _Pickler = ForkingPickler if ranks_import_main else _PlainPickler
+    try:
+        return _dumps(_pickler_by_name(main), call)
+    except Exception:  # cloudpickle takes much longer to import, and is only needed here
+        pickler = _pickler_by_value(main)
     try:
         return _dumps(pickler, call)
     except Exception as error:
-        refusal = error
-    by_value = _find_cloudpickle(ranks_import_main)
-    if by_value is None:
-        raise InvalidArgument(_explain(call, name, pickler, refusal, ("pip install cloudpickle",)))
-    try:
-        return _dumps(by_value, call)
-    except Exception as error:
-        raise InvalidArgument(_explain(call, name, by_value, error, ())) from None
+        raise InvalidArgument(_explain(call, name, pickler, error)) from None
 
 
 def _dumps(pickler: _Pickler, thing: Any) -> bytes:
@@ -361,21 +373,21 @@ def _dumps(pickler: _Pickler, thing: Any) -> bytes:
     return buffer.getvalue()
 
 
-class _PlainPickler(ForkingPickler):
-    """A pickler that refuses functions and classes of `__main__`, used if ranks cannot import `__main__`."""
+def _pickler_by_name(main: MainModule) -> _Pickler:
+    """Returns a pickler that refuses functions and classes of `__main__` that ranks would not find."""
 
-    def reducer_override(self, thing: Any) -> Any:
-        if _is_of_main(thing):
-            raise PicklingError(f"{thing.__qualname__} is defined in an interactive session, which ranks cannot import")
-        return NotImplemented
+    class Pickler(ForkingPickler):
+        def reducer_override(self, thing: Any) -> Any:
+            if _is_of_main(thing) and not main.defines_in_ranks(thing):
+                raise PicklingError(f"ranks do not find {thing.__qualname__}")
+            return NotImplemented
+
+    return Pickler
 
 
-def _find_cloudpickle(ranks_import_main: bool) -> _Pickler | None:
-    """Returns a pickler of cloudpickle; None if cloudpickle is not installed."""
-    try:
-        import cloudpickle
-    except ImportError:
-        return None
+def _pickler_by_value(main: MainModule) -> _Pickler:
+    """Returns a pickler that pickles functions and classes with their code, unless ranks find them by name."""
+    import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         # A new pickler reads dispatch_table, which holds the functions that pickle connections and locks of
@@ -387,7 +399,7 @@ def _find_cloudpickle(ranks_import_main: bool) -> _Pickler | None:
         def reducer_override(self, thing: Any) -> Any:
             # The next lines pickle by name. cloudpickle would copy a class of `__main__`, and an instance of the copy
             # would not be an instance of the class that the rank imports.
-            if ranks_import_main and _is_of_main(thing) and _is_found_by_name(thing):
+            if _is_of_main(thing) and main.defines_in_ranks(thing) and _is_found_by_name(thing):
                 return NotImplemented
             return super().reducer_override(thing)
 
@@ -405,23 +417,20 @@ def _is_found_by_name(thing: Any) -> bool:
         return False
 
 
-def _explain(call: Call, name: str, pickler: _Pickler, error: Exception, remedies: tuple[str, ...]) -> str:
+def _explain(call: _Call, name: str, pickler: _Pickler, error: Exception) -> str:
     """Returns the error text for a call that cannot be pickled: the part that fails, the reason, and advice."""
     for part, thing, remedy in _parts_of(call, name):
         try:
             _dumps(pickler, thing)
         except Exception as part_error:
-            helps = () if isinstance(part_error, TypeError) else remedies  # no pickler can pickle the part
-            *first, last = remedy, *helps, 'start ranks by fork (gs.set_start_method("fork"))'
-            advice = f"{', '.join(first)}, or {last}"
-            return f"{part} needs to be picklable to reach the ranks: {part_error}; {advice}"
+            return f"{part} needs to be picklable to reach the ranks: {part_error}; {remedy}"
     return f"the call of {name} needs to be picklable to reach the ranks: {error}"
 
 
-def _parts_of(call: Call, name: str) -> Iterator[tuple[str, Any, str]]:
+def _parts_of(call: _Call, name: str) -> Iterator[tuple[str, Any, str]]:
     """Yields each part of a call: its name, the part itself, and advice if it cannot be pickled."""
     function, arguments, keywords = call
-    yield name, function, "define it at the top level of a module or script"
+    yield name, function, "define it at the top level of a module or script, and create inside it what it needs"
     for position, value in enumerate(arguments):
         yield f"args[{position}] of {name}", value, "create it inside the function"
     for key, value in keywords.items():
@@ -504,25 +513,3 @@ def raise_for_signal(outcome: Outcome) -> None:
         raise KeyboardInterrupt
     if outcome.signal_number is not None:
         raise SystemExit(outcome.exit_code)
-
-
-def _refuse_fork_after_cuda(who: str) -> None:
-    if cuda_is_initialised():
-        raise InvalidArgument(
-            f"{who} cannot fork ranks: CUDA is initialised in this process, and forked ranks could not use it; "
-            "do not use CUDA before the fork, or use start method 'spawn'"
-        )
-
-
-def cuda_is_initialised() -> bool:
-    """Returns whether this process has initialised CUDA. This function neither initialises nor loads CUDA.
-
-    Source: CUDA Driver API, cuInit: before cuInit is called, every function returns CUDA_ERROR_NOT_INITIALIZED.
-    """
-    import ctypes
-
-    try:
-        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
-    except (OSError, AttributeError):  # the driver is not loaded, or the system is not Linux
-        return False
-    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_SUCCESS)

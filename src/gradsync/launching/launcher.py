@@ -70,8 +70,8 @@ def launcher(
 
     Write `@gs.launcher`, `@gs.launcher(n_gpus=2)`, or the call `gs.launcher(func, 2)`. In each rank, gradsync
     initialises the process group before the function runs, and destroys the process group when the function has ended.
-    With the start methods "spawn" and "forkserver" a script that calls the function needs the `if __name__ ==
-    "__main__":` guard. gradsync starts processes and binds ports only during a call.
+    Each process is a fresh interpreter, so a script that calls the function needs the `if __name__ == "__main__":`
+    guard. gradsync starts processes and binds ports only during a call.
 
     For a run on several machines, every machine calls the function with the same `world_size`, `master_ip` and `port`,
     and its own `rank_start`. All ranks then wait for each other after they have joined the process group, and before
@@ -80,8 +80,7 @@ def launcher(
     GRADSYNC_SECRET_FILE, or in GRADSYNC_SECRET.
 
     Args:
-        func: the function to decorate. Lambdas, closures and functions of a notebook need cloudpickle, or the start
-            method "fork".
+        func: the function to decorate, also a lambda, a closure or a function of a notebook.
         n_gpus: the number of processes on this machine; by default one per visible GPU. If there is no GPU, or
             `device_type` is "cpu", the default is one per usable core. The default is at most `world_size` -
             `rank_start`.
@@ -93,14 +92,13 @@ def launcher(
         device_type: the type of the devices, "auto", "cpu" or "gpu". If `backend` is "auto", "cpu" selects shm and
             "gpu" selects nccl.
         backend: the backend for `init_process_group`; "gloo", a backend of PyTorch, becomes "shm", with a warning.
-        start_method: "spawn", "fork" or "forkserver"; by default the method of `gs.set_start_method`, initially
-            "spawn".
+        start_method: "spawn", "fork" or "forkserver", which all do the same; see `gs.set_start_method`.
 
     Returns:
         The decorated function. A call returns a list of the return values of this machine's ranks, in rank order.
         The value is None, with a RuntimeWarning, for a process that exits with code 0 before the function returns. The
-        call raises InvalidArgument if the function or an argument cannot be pickled, if a return value cannot be
-        unpickled, or if forked ranks could not use CUDA. The call raises RankFailed if a rank fails, or if its return
+        call raises InvalidArgument if the function or an argument cannot be pickled, or if a return value cannot be
+        unpickled. The call raises RankFailed if a rank fails, or if its return
         value cannot be pickled. The attributes of this error are the rank, its exit code and traceback, and the return
         values of the ranks that had finished. The call raises AuthenticationError if the secret is missing,
         RendezvousError if the port is taken, and BackendUnavailable if the ranks cannot be started. Ctrl-C raises
@@ -120,9 +118,9 @@ def launcher(
     if device_type == "cpu" and backend == "nccl":
         raise InvalidArgument("launcher got backend 'nccl' with device_type 'cpu'; NCCL moves GPU arrays only")
     if start_method is not None:
-        from gradsync.launching.launch import chosen_start_method
+        from gradsync.launching.launch import check_start_method
 
-        chosen_start_method("launcher", start_method)
+        check_start_method("launcher", start_method)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., list[Any]]:
         if not callable(function):
@@ -182,16 +180,15 @@ def _run_on_ranks(
     from gradsync.launching.job import Job
     from gradsync.launching.supervisor import supervise
 
-    method = launch.chosen_start_method("launcher", start_method)
+    launch.warn_of_start_method("launcher", start_method)
     backend = launch.own_backend("launcher", backend)
     if world_size is None:
         world_size = count
     count = min(count, world_size - rank_start)
     has_others = count < world_size
-    reference = function if method == "fork" else _reference(function)
-    call = functools.partial(call_in_group, reference, backend, has_others)
+    call = functools.partial(call_in_group, _reference(function), backend, has_others)
     name = launch.function_name(function)
-    target = launch.function_target(call, args, kwargs, name, who="launcher", start_method=method)
+    target = launch.function_target(call, args, kwargs, name, who="launcher")
     with launcher_endpoint(host, port, rank_start, has_others=has_others) as (endpoint, listener):
         master_port = own_address = None
         if endpoint is not None and has_others:
@@ -209,7 +206,6 @@ def _run_on_ranks(
             endpoint=endpoint,
             listener=listener,
             own_address=own_address,
-            start_method=method,
         )
         outcome = supervise(job)
     launch.raise_for_signal(outcome)
@@ -228,10 +224,10 @@ def _reference(function: Callable[..., Any]) -> str | Callable[..., Any]:
     A decorator binds the function's name to the decorated version, so pickle cannot find the original function by this
     name. A rank imports the decorated version and takes the original function from it.
     """
-    from gradsync.launching.launch import ranks_can_import_main
+    from gradsync.launching.launch import MainModule
 
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    if module == "__main__" and not ranks_can_import_main():
+    if module == "__main__" and not MainModule().defines_in_ranks(function):
         return function
     try:
         is_found = _undecorated(operator.attrgetter(name)(sys.modules[module])) is function

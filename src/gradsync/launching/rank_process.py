@@ -1,9 +1,7 @@
 """One rank's process, as the launcher controls it: its start, signals, report and end.
 
-A rank starts in one of two ways: as a fresh interpreter ("spawn", and "forkserver") or as a fork of this process
-("fork"). A fresh interpreter gets the rank's environment variables at its start, and calls `rank_main.main`. A forked
-process replaces its environment variables in `_fork`, and calls `rank_main.enter`. In both functions the process forks
-again: the parent guards the child, which is the rank.
+A rank starts as a fresh interpreter, which calls `rank_main.main`. There the process forks: the parent guards the
+child, which is the rank.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from gradsync.launching.in_rank.guard import ENDED, GAVE_UP, STARTED, STARTED_KIND, GuardDescriptors
 from gradsync.launching.in_rank.result import ErrorReport, read_report
@@ -77,18 +75,14 @@ class RankProcess:
         self.sent_kill = False
         self._has_ended = False
         self.status = self.report = self.sentinel = self._command = self._result_file = -1
-        self._guard_pid = 0
-        self._reap_guard: Callable[[], int] = lambda: 0
+        self._guard: subprocess.Popen[bytes]
         self._command_lock = threading.Lock()  # one thread may signal the rank while another thread closes its pipes
 
     @no_other_fork()
-    def start(
-        self, method: str, target: Target, record: int, environ: dict[str, str], streams: tuple[int, ...]
-    ) -> None:
+    def start(self, target: Target, record: int, environ: dict[str, str], streams: tuple[int, ...]) -> None:
         """Starts the rank.
 
         Args:
-            method: the start method; "forkserver" does the same as "spawn".
             target: the program of the rank.
             record: the descriptor of the start record.
             environ: the environment variables of the rank.
@@ -97,16 +91,28 @@ class RankProcess:
         Raises:
             OSError: the system allows no more processes or open files.
         """
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        standard_input, output, error = streams
         with contextlib.ExitStack() as theirs:
             try:
                 descriptors = self._open(theirs)
-                begin = self._fork if method == "fork" else self._spawn
-                self._guard_pid, self._reap_guard = begin(target, record, environ, descriptors, streams)
+                numbers = ",".join(map(str, (self.rank, os.getpid(), record, *descriptors)))
+                with _interrupts_blocked():
+                    self._guard = subprocess.Popen(
+                        [sys.executable, *flags, "-c", _SHIM, numbers, *target.command_line],
+                        env=environ,
+                        stdin=standard_input,
+                        stdout=output,
+                        stderr=error,
+                        pass_fds=(record, *descriptors, *target.descriptors),
+                        # In a new session the rank does not get a Ctrl-C from the terminal, but only from the launcher.
+                        start_new_session=True,
+                    )
             except BaseException:
                 self._close()
                 raise
         with contextlib.suppress(AttributeError, OSError):  # an old kernel, or too many open files
-            self.sentinel = os.pidfd_open(self._guard_pid)
+            self.sentinel = os.pidfd_open(self._guard.pid)
 
     def _open(self, theirs: contextlib.ExitStack) -> GuardDescriptors:
         """Opens the pipes and the result file. When `theirs` ends, this process closes the ends that the rank uses."""
@@ -189,7 +195,7 @@ class RankProcess:
 
     def reap(self) -> None:
         """Handles the end of a rank whose status pipe has closed, or whose guard has ended."""
-        code = self._reap_guard()
+        code = self._guard.wait()
         if not self._has_ended and code != GAVE_UP:
             # The guard never began, or somebody killed the guard and the rank died with it.
             self._end(code or -signal.SIGKILL)
@@ -200,9 +206,8 @@ class RankProcess:
 
     def abandon(self) -> None:
         """Abandons a rank that could not be killed: kills its guard, so that the kernel kills the rank when it can."""
-        if self._guard_pid:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self._guard_pid, signal.SIGKILL)  # the guard is not reaped, so no other process has its id
+        with contextlib.suppress(PermissionError):
+            self._guard.kill()
         self._close()
 
     def _close(self) -> None:
@@ -211,65 +216,6 @@ class RankProcess:
                 if descriptor >= 0:
                     os.close(descriptor)
             self.report = self.status = self.sentinel = self._command = self._result_file = -1
-
-    def _spawn(
-        self,
-        target: Target,
-        record: int,
-        environ: dict[str, str],
-        descriptors: GuardDescriptors,
-        streams: tuple[int, ...],
-    ) -> tuple[int, Callable[[], int]]:
-        """Starts a fresh interpreter; returns its process id, and a function that waits for its exit code."""
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        numbers = ",".join(map(str, (self.rank, os.getpid(), record, *descriptors)))
-        standard_input, output, error = streams
-        with _interrupts_blocked():
-            process = subprocess.Popen(
-                [sys.executable, *flags, "-c", _SHIM, numbers, *target.command_line],
-                env=environ,
-                stdin=standard_input,
-                stdout=output,
-                stderr=error,
-                pass_fds=(record, *descriptors, *target.descriptors),
-                # In a new session the rank does not get a Ctrl-C from the terminal, but only from the launcher.
-                start_new_session=True,
-            )
-        return process.pid, process.wait
-
-    def _fork(
-        self,
-        target: Target,
-        record: int,
-        environ: dict[str, str],
-        descriptors: GuardDescriptors,
-        streams: tuple[int, ...],
-    ) -> tuple[int, Callable[[], int]]:
-        """Forks this process; returns the child's process id, and a function that waits for its exit code."""
-        from gradsync.launching.in_rank import rank_main
-
-        launcher_pid = os.getpid()
-        for stream in (sys.stdout, sys.stderr):  # otherwise each rank would write its copy of the buffered output
-            with contextlib.suppress(Exception):
-                stream.flush()
-        with _interrupts_blocked():
-            pid = os.fork()
-            if pid:
-                return pid, lambda: _reap_child(pid)
-            try:
-                self._close()  # the guard learns from the end of the command pipe that the launcher has died
-                signal.set_wakeup_fd(-1)  # signals to the rank must not wake asyncio in the launcher
-                os.setsid()
-                for number, descriptor in enumerate(streams):
-                    os.dup2(descriptor, number)
-                for descriptor in streams:
-                    if descriptor >= len(streams):
-                        os.close(descriptor)
-                os.environ.clear()
-                os.environ.update(environ)
-                rank_main.enter(self.rank, launcher_pid, descriptors, record, target.call)
-            finally:
-                os._exit(70)
 
 
 @contextlib.contextmanager
@@ -280,10 +226,3 @@ def _interrupts_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _reap_child(pid: int) -> int:
-    try:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:  # the program itself waits for all its children, or ignores SIGCHLD
-        return 0

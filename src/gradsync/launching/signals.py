@@ -151,7 +151,7 @@ def _after_fork_in_child() -> None:
     _entered.clear()
 
 
-# Reentrant, because a thread that holds this lock may fork a rank, and a signal handler may fork too.
+# Reentrant, because a signal handler may fork while its thread holds this lock.
 _fork_lock = threading.RLock()
 _entered: list[SignalInbox] = []
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

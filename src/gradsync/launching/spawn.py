@@ -21,12 +21,13 @@ from gradsync.launching.hosting import own_address
 from gradsync.launching.in_rank.result import ReturnValue
 from gradsync.launching.job import Job, choose_gpus, parse_gpus
 from gradsync.launching.launch import (
-    chosen_start_method,
+    check_start_method,
     failure,
     function_target,
     load_result,
     own_backend,
     raise_for_signal,
+    warn_of_start_method,
 )
 from gradsync.launching.outcome import Outcome, RankOutcome, failure_text, signal_name
 from gradsync.launching.rank_process import RankProcess
@@ -60,33 +61,30 @@ def spawn(
     Each process gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment,
     and the variables that `init_process_group()` needs, but not http_proxy and https_proxy. The function must call
     `init_process_group()` itself. When a process fails, gradsync ends the other processes, unless only the return value
-    could not be sent. With the start methods "spawn" and "forkserver" a script that calls `spawn` needs the `if
-    __name__ == "__main__":` guard.
+    could not be sent. Each process is a fresh interpreter, so a script that calls `spawn` needs the `if __name__ ==
+    "__main__":` guard.
 
     Args:
-        func: a function that pickle can pickle, such as a function at the top level of a module or script. Lambdas,
-            closures and functions of a notebook need cloudpickle, or the start method "fork".
-        args: the function's positional arguments. They must be picklable, unless the start method is "fork".
+        func: a function of any kind, also a lambda, a closure or a function of a notebook.
+        args: the function's positional arguments, of types that pickle or cloudpickle can pickle.
         nprocs: the number of processes; -1 means one per entry of `gpus`; without `gpus`, one per visible GPU; without
             a GPU, or with the backend "shm", one per usable core.
         join: whether to wait for all processes. If False, a thread watches the processes while the caller continues.
         daemon: whether this program, at its end, ends the processes instead of waiting for them (only with
             `join=False`).
-        **options: start_method: "spawn", "fork" or "forkserver"; by default the method of `gs.set_start_method`,
-            initially "spawn". gpus: the GPUs of the processes, one for each, such as "4,5"; if CUDA_VISIBLE_DEVICES is
-            set, it must contain these GPUs. ips: addresses of this machine. backend: the backend that
-            `init_process_group("auto")` uses; "auto" chooses the backend by the devices, and "gloo" means "shm".
-            print_config: whether to print the settings. These options are deprecated, and give a DeprecationWarning:
-            selected_devices (use gpus), cluster_node_ips and node_ip (use ips), started_port (the port of the
-            rendezvous server), use_paddlecloud.
+        **options: start_method: "spawn", "fork" or "forkserver", which all do the same; see `gs.set_start_method`.
+            gpus: the GPUs of the processes, one for each, such as "4,5"; if CUDA_VISIBLE_DEVICES is set, it must
+            contain these GPUs. ips: addresses of this machine. backend: the backend that `init_process_group("auto")`
+            uses; "auto" chooses the backend by the devices, and "gloo" means "shm". print_config: whether to print the
+            settings. These options are deprecated, and give a DeprecationWarning: selected_devices (use gpus),
+            cluster_node_ips and node_ip (use ips), started_port (the port of the rendezvous server), use_paddlecloud.
 
     Returns:
         A context with the processes, their results and errors, and the method `join(timeout)`.
 
     Raises:
         InvalidArgument: an option is unknown or has a wrong value; the function or an argument cannot be pickled; an
-            environment variable of gradsync is invalid; this process is a rank; or the start method is "fork" and this
-            process has initialised CUDA.
+            environment variable of gradsync is invalid; or this process is a rank.
         BackendUnavailable: the system is not Linux, or allows no more processes or open files.
         RankFailed: a process failed, for example because the `__main__` guard is missing, or its return value cannot be
             pickled (only with `join`). If an exception ended the process, the error's text is "Process 1 terminated
@@ -103,16 +101,18 @@ def spawn(
         raise InvalidArgument(f"spawn needs backend to be one of {', '.join(BACKENDS)}, got {backend!r}")
     gpus = given.get("gpus")
     count = _count_processes(nprocs, gpus, backend)
-    method = chosen_start_method("spawn", given.get("start_method"))
+    method = given.get("start_method")
+    if method is not None:
+        check_start_method("spawn", method)
     devices = None if gpus is None else tuple(choose_gpus(gpus, count, os.environ))
     port = check_port("spawn", "started_port", given.get("started_port", 0))
-    target = function_target(func, args, {}, who="spawn", start_method=method)
+    warn_of_start_method("spawn", method)
+    target = function_target(func, args, {}, who="spawn")
     job = Job(
         target,
         count,
         backend=backend,
         rendezvous_port=port,
-        start_method=method,
         gpus=devices,
         stdin_rank=0 if join else None,  # a caller that continues may read standard input itself
         removed_variables=frozenset(name for name in os.environ if name.lower() in _PROXIES),
@@ -120,7 +120,7 @@ def spawn(
     if given.get("print_config"):
         gpus_text = "as this process" if devices is None else ",".join(devices)
         print(
-            f"gradsync.spawn: nprocs {count}, start_method {method}, backend {backend}, gpus {gpus_text}, "
+            f"gradsync.spawn: nprocs {count}, start_method spawn, backend {backend}, gpus {gpus_text}, "
             f"port {port or 'a free one'}",
             flush=True,
         )

@@ -195,8 +195,8 @@ class Supervisor:
                         break
         except OSError as error:
             raise BackendUnavailable(_refusal(job.rank_start + len(self.ranks), error)) from error
-        # The server starts after the ranks: their interpreters start meanwhile, and a fork would copy the locks of the
-        # server's threads. A connection that comes before the server runs waits in the listener's backlog.
+        # The server starts after the ranks, because their interpreters start meanwhile. A connection that comes before
+        # the server runs waits in the listener's backlog.
         if listener is not None:
             self._stack.enter_context(self._serving(endpoint, listener))
         if self._output is not None:
@@ -236,7 +236,7 @@ class Supervisor:
                 error_reader, streams[2] = os.pipe()
                 theirs.callback(os.close, streams[2])
                 self._output.add(rank.rank, output_reader, error_reader)  # from here on `_output` closes these ends
-            rank.start(self._job.start_method, self._job.target, record, environ, tuple(streams))
+            rank.start(self._job.target, record, environ, tuple(streams))
 
     @contextlib.contextmanager
     def _serving(self, endpoint: Endpoint, listener: socket.socket) -> Iterator[None]:

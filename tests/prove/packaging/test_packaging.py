@@ -72,7 +72,6 @@ MISSING = {
         f"{ALONE} gs.AllreduceCallback(parameters={{'w': ((3,), 'bfloat16')}}).flush()",
         "pip install ml_dtypes",
     ),
-    "cloudpickle": ("import gradsync as gs\ngs.launch(lambda: 0, nprocs=2)", "pip install cloudpickle"),
 }
 
 

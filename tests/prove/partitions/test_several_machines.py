@@ -158,7 +158,7 @@ LAUNCHER = """
     if __name__ == "__main__":
         place = {"rank_start": int(sys.argv[1]), "master_ip": sys.argv[2], "port": 29500}
         launcher.call_in_group = meet
-        gs.launcher(work, n_gpus=1, world_size=2, start_method="fork", **place)(sys.argv[3])
+        gs.launcher(work, n_gpus=1, world_size=2, **place)(sys.argv[3])
 """
 
 

@@ -61,7 +61,7 @@ class GuardDescriptors(NamedTuple):
     result_file: int
 
 
-def start_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *others: int) -> None:
+def start_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, record: int) -> None:
     """Forks this process. The child returns and is the rank; the parent guards the child and never returns.
 
     Args:
@@ -69,22 +69,21 @@ def start_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *ot
         launcher_pid: the launcher's process id; the guard ends the rank when the launcher dies.
         descriptors: the descriptors from the launcher. The guard keeps `status` and `command`; the rank keeps `report`
             and `result_file`.
-        others: further descriptors, which only the rank needs.
+        record: the descriptor of the start record, which only the rank needs.
     """
     import ctypes  # imported here, as below, because the launcher imports this module too and has to start fast
 
     status, command, report, result_file = descriptors
     libc = ctypes.CDLL(None)
     guard_pid = os.getpid()
-    # The user's handler of SIGCHLD is for the rank only. If the handler waits for children, or SIGCHLD is ignored, the
-    # guard would not see the end of a rank that ends before `run` sets the guard's own handler.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
-    of_program = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # If the launcher ignores SIGCHLD, this process does too, and would not see the end of a rank that ends before `run`
+    # sets the guard's own handler.
+    inherited = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # before the rank can leave a child behind
     pid = os.fork()
     if pid == 0:
-        if of_program is not None:  # the handler was set from Python
-            signal.signal(signal.SIGCHLD, of_program)
+        signal.signal(signal.SIGCHLD, inherited)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(status)
         os.close(command)
@@ -94,7 +93,7 @@ def start_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *ot
             os.kill(os.getpid(), signal.SIGKILL)
         return
     try:
-        for descriptor in (report, result_file, *others):
+        for descriptor in (report, result_file, record):
             os.close(descriptor)
         _Guard(pid, launcher_pid, status, command).run(f"gradsync: guard of rank {rank} (pid {pid})")
     finally:  # in any case, this process must not continue as a second rank

@@ -1,7 +1,7 @@
 """Inside a rank process: runs the user's script, module or function, and sends its result or error to the launcher.
 
-`rank_process` starts the process, which calls `main` or `enter`. These functions fork the process: the parent becomes
-the guard, and the child is the rank. This module imports almost nothing before the user's code runs, because imports
+`rank_process` starts the process, which calls `main`. This function forks the process: the parent becomes the guard,
+and the child is the rank. This module imports almost nothing before the user's code runs, because imports
 delay the start of every rank.
 """
 
@@ -25,8 +25,6 @@ EXIT_CODE_INTERRUPTED = 130
 #: Advice if a rank does not find a function: a rank imports the script, and the script's `__name__` is then not
 #: "__main__".
 HOW_TO_DEFINE = "define it above the `if __name__` line, at the top level of its module"
-#: A function and its positional and keyword arguments.
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 _importing_main = False
 _runs_function = False
@@ -60,46 +58,10 @@ def main() -> NoReturn:
     rank, launcher_pid, record, *pipes = (int(text) for text in sys.argv[1].split(","))
     descriptors = GuardDescriptors(*pipes)
     start_guard(rank, launcher_pid, descriptors, record)
-    _run(record, descriptors, None)
+    _run(record, descriptors)
 
 
-def enter(rank: int, launcher_pid: int, descriptors: GuardDescriptors, record: int, call: Call | None) -> NoReturn:
-    """Runs this rank to its end, in a process forked from the launcher.
-
-    Args:
-        rank, launcher_pid, descriptors: see `start_guard`.
-        record: the descriptor of the file from which the rank reads its start record (`Target.record`).
-        call: the function and its arguments; None for a script or module.
-    """
-    start_guard(rank, launcher_pid, descriptors, record)
-    code = 1
-    try:
-        _run(record, descriptors, call)
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-        if error.code is not None and not isinstance(error.code, int):
-            print(error.code, file=sys.stderr)
-    finally:
-        _finish_forked(code)
-
-
-def _finish_forked(code: int) -> NoReturn:
-    """Ends this process like the interpreter: waits for threads, calls exit handlers, flushes streams."""
-    import atexit
-    import threading
-
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        if (forgotten := sys.modules.get("gradsync.bucketing.forgotten")) is not None:
-            code = code or forgotten.exit_code
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-    finally:
-        os._exit(code & 0xFF)
-
-
-def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoReturn:
+def _run(record: int, descriptors: GuardDescriptors) -> NoReturn:
     global _runs_function
     # Programs that the user's code starts must not inherit, and so keep open, the pipe to the launcher.
     os.set_inheritable(descriptors.report, False)
@@ -115,7 +77,7 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
 
             hold_secret(start["secret"])
         _runs_function = start["kind"] == "function"
-        result = _RUNNERS[start["kind"]](start) if call is None else _run_forked(call)
+        result = _RUNNERS[start["kind"]](start)
         if _runs_function and os.getpid() == process_id:
             if (forgotten := sys.modules.get("gradsync.bucketing.forgotten")) is not None:
                 forgotten.raise_forgotten(everywhere=True)
@@ -219,32 +181,6 @@ def _run_function(start: dict[str, Any]) -> Any:
     """Calls the pickled function; returns its result."""
     function, arguments, keywords = _load_call(start)
     return function(*arguments, **keywords)
-
-
-def _run_forked(call: Call) -> Any:
-    """Calls the function that the forked rank has inherited; returns its result."""
-    import atexit
-
-    atexit._clear()  # these exit handlers are the parent's; handlers that the rank adds still run
-    group = sys.modules.get("gradsync.process_group")
-    if group is not None:
-        atexit.register(group._leave_at_exit)
-    _reset_multiprocessing()
-    function, arguments, keywords = call
-    return function(*arguments, **keywords)
-
-
-def _reset_multiprocessing() -> None:
-    """Resets multiprocessing in a forked rank, so that queues and processes that the rank creates end with the rank."""
-    util: Any = sys.modules.get("multiprocessing.util")
-    if util is not None:
-        import atexit
-
-        # The children of the launcher are no children of this rank; multiprocessing would end or await them at exit.
-        sys.modules["multiprocessing.process"].__dict__["_children"] = set()
-        util._finalizer_registry.clear()
-        util._run_after_forkers()
-        atexit.register(util._exit_function)  # waits until the contents of queues are sent
 
 
 def _load_call(start: dict[str, Any]) -> Any:

@@ -107,7 +107,7 @@ def send_result(value: Any, pipe: int, file: int) -> None:
 
             with _emptied(file) as stream:
                 cloudpickle.dump(value, stream)
-        except Exception:  # cloudpickle is not installed, or refuses too: report the error of pickle
+        except Exception:  # cloudpickle refuses too: report the error of pickle
             why = f"needs to be picklable to reach the launcher, got {type(value).__name__}: {error}"
             raise UnsendableResult(why) from None
     os.write(pipe, RESULT)
