@@ -19,7 +19,6 @@ from timing_tables import (
     partition,
     rendezvous_scale,
     start_up,
-    steady_cost,
     training_speed,
 )
 
@@ -45,13 +44,10 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "proof_kills": kills,
     "proof_restarts": restarts,
     "network_partition": partition,
-    "steady_cost": lambda results: steady_cost(results, ("recorder", "agreement", "heartbeats", "all three")),
-    "steady_cost.debug": lambda results: steady_cost(results, ("debug mode", "tracing")),
 }
 _MEDIANS = "The table shows medians. The compared programs took turns"
 _MAKES = "`{command}` makes the table"
 _BOLD = "Each time begins with the failure. Times above their limit are in bold"
-_COST = "The benchmark compares steps with and without a feature. The cost is the increase of the lower quartile"
 #: The ranks of most measurements. A table whose setting is this one, and whose machine is that of the table above it on
 #: the page, names neither.
 USUAL = "two ranks"
@@ -87,13 +83,6 @@ METHODS = {
         "The table shows medians of the wall time and, in brackets, of the server's processor time. The servers took "
         "turns. The simulated ranks ran on the same cores as the server",
     ),
-    "steady_cost": (
-        USUAL,
-        f'{_COST}. An interval that includes 0 shows no cost above the noise. The column "alone" is the time of the '
-        "feature, measured by itself, divided by the time of a step. `python benchmarks/steady_cost.py` makes the "
-        "table",
-    ),
-    "steady_cost.debug": (USUAL, _COST),
     "failure_detection": ("", _BOLD),
     "failure_detection.at_a_glance": (USUAL, _BOLD),
     "fault_matrix": ("three ranks", f"Times above their limit are in bold. {_MAKES}"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 
@@ -85,19 +85,6 @@ def rendezvous_scale(results: dict[str, Any]) -> list[str]:
         for what, cell in SCALE_CELLS.items():
             cells = [cell(by_contender[c]) if c in by_contender else "" for c in contenders]
             lines.append(f"| {ranks:,} | {what} | {' | '.join(cells)} |")
-    return lines
-
-
-def steady_cost(results: dict[str, Any], of: Sequence[str]) -> list[str]:
-    """Returns the lines of a table of the costs of some features in a step of each model."""
-    lines = ["| step | feature | cost | 95 % interval | alone |", "| --- | --- | --- | --- | --- |"]
-    for found in results["results"]:
-        step = f"{found['model']}, {1e3 * found['step_seconds']['median']:.3g} ms"
-        for cost in found["costs"]:
-            if cost["of"] in of:
-                counted = "" if cost["counted"] is None else f"{cost['counted']:.3%}"
-                interval = f"{cost['low']:.2%} to {cost['high']:.2%}"
-                lines.append(f"| {step} | {cost['of']} | {cost['excess']:.2%} | {interval} | {counted} |")
     return lines
 
 

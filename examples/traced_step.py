@@ -1,4 +1,4 @@
-"""Three training steps for `gradsync run --trace`, see docs/tracing.md."""
+"""Three training steps for `gradsync run --trace`, see docs/debugging.md."""
 
 import numpy as np
 

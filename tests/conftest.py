@@ -74,29 +74,3 @@ def _no_gradients_of_another_test() -> Iterator[None]:
 def _no_secret_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process keeps the secret of its run; tests that share one must not."""
     monkeypatch.setattr("gradsync.environment._secret", None)
-
-
-@pytest.fixture(scope="module")
-def forgotten_recorders() -> None:
-    """A process without recorders of earlier tests' communicators, which dumps would hold too."""
-    from gradsync.diagnostics import recorder
-
-    recorder._forget_after_fork()
-
-
-@pytest.fixture
-def unarmed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No dump is asked for, and Ctrl-C interrupts; afterwards the handlers are as before."""
-    from gradsync import environment
-    from gradsync.diagnostics import triggers
-
-    for name in ("_folder", "_traced_folder", "_interrupted_at"):
-        monkeypatch.setattr(triggers, name, None)
-    monkeypatch.setattr(triggers, "_is_hanging", False)
-    for variable in (environment.DUMP_DIR, environment.TRACE):
-        monkeypatch.delenv(variable, raising=False)
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGINT)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)

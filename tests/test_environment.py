@@ -322,7 +322,6 @@ READ = {
     "GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS": ([("3600", 3600.0), ("0.5", 0.5)], None, ["0", "-1", "nan", "inf", "soon"]),
     "GRADSYNC_LOG": ([("info", "INFO"), ("Debug", "DEBUG")], None, ["loud"]),
     "GRADSYNC_FLIGHT_RECORDER_ENTRIES": ([("1", 1), ("1000000", 10**6)], 64, ["0", "1000001", "many", "1_0", "٣"]),
-    "GRADSYNC_DUMP_DIR": ([("/d", "/d")], None, []),
     "GRADSYNC_TRACE": ([("/t", "/t")], None, []),
     "GRADSYNC_DEBUG": ([("1", True)], False, ["true"]),
 }

@@ -1,4 +1,4 @@
-"""What people read when they use gradsync: help, doctor, bench, trace, and the output of mistakes, as it was approved.
+"""What people read when they use gradsync: help, doctor, bench, and the output of mistakes, as it was approved.
 
     python tests/test_golden.py                        # writes all of tests/golden anew
     python tests/test_golden.py no_sync one_step_less  # or some
@@ -153,12 +153,6 @@ def bench_collectives() -> str:
     )
 
 
-def trace(folder: Path) -> str:
-    """Reads dumps: nothing needs a mask."""
-    done = CliRunner().invoke(main, ["trace", str(folder)])
-    return f"--- exit code\n{done.exit_code}\n--- stdout\n{done.output}"
-
-
 def cases() -> dict[Path, Callable[[], str]]:
     """Returns what makes the text of each file."""
     found: dict[Path, Callable[[], str]] = {}
@@ -166,9 +160,6 @@ def cases() -> dict[Path, Callable[[], str]]:
         found[GOLDEN / "help" / f"{words.replace(' ', '_') or 'gradsync'}.txt"] = lambda words=words: help_of(words)
     for path in (GOLDEN / "mistakes").glob("*.py"):
         found[path.with_suffix(".txt")] = lambda path=path: mistake(path)
-    for folder in (GOLDEN / "trace").iterdir():
-        if folder.is_dir():
-            found[folder.with_suffix(".txt")] = lambda folder=folder: trace(folder)
     for function in (doctor, bench_thresholds, bench_collectives):
         found[GOLDEN / f"{function.__name__}.txt"] = function
     return found

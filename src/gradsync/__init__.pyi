@@ -14,8 +14,6 @@ from gradsync.bucketing.trees import broadcast_tree as broadcast_tree
 from gradsync.communicators.communicator import Communicator as Communicator
 from gradsync.communicators.groups import NonMember as NonMember
 from gradsync.consistency import check_consistency as check_consistency
-from gradsync.diagnostics.triggers import dump_flight_recorder as dump_flight_recorder
-from gradsync.diagnostics.triggers import trace as trace
 from gradsync.environment import is_launched as is_launched
 from gradsync.errors import AuthenticationError as AuthenticationError
 from gradsync.errors import BackendUnavailable as BackendUnavailable

@@ -349,17 +349,11 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     "--rendezvous]",
 )
 @click.option(
-    "--dump-dir",
-    metavar="DIR",
-    help="Directory for dumps, which gradsync trace reads. A rank writes a dump of its last collectives when one of "
-    "them fails, when another rank fails or reaches its deadline in a collective, when an exception ends the rank, at "
-    "Ctrl-C, and on SIGUSR2.",
-)
-@click.option(
     "--trace",
     "trace_dir",
     metavar="DIR",
-    help="Directory for traces, which gradsync trace reads. A trace shows when a rank packed and reduced its buckets.",
+    help="Directory for a Chrome trace of each rank, and of all ranks: when a rank packed, waited and reduced. At the "
+    "end gradsync prints where a step's time went, and which rank the others waited for most.",
 )
 @click.option(
     "--debug",
@@ -383,36 +377,6 @@ def run(context: click.Context, /, **options: Any) -> None:
 
     own_options = {name for option in context.command.params for name in (*option.opts, *option.secondary_opts)}
     sys.exit(run_command(**options, own_options=own_options))
-
-
-@main.command(
-    short_help="Shows from dumps where ranks differ or wait, and makes a Chrome trace.",
-    epilog="""\b
-Examples:
-  gradsync run -n 2 --dump-dir dumps train.py       after a failed collective, the ranks leave dumps in dumps
-  gradsync trace dumps                              show where the ranks differ, and which ranks wait for which
-  gradsync run -n 2 --trace traced train.py         record when each bucket was packed, waited for, reduced and split
-  gradsync trace traced --out trace.json            open trace.json in https://ui.perfetto.dev or chrome://tracing
-
-\b
-Exit codes:
-  0      no failure was found; a late rank alone is no failure
-  1      an exception ended a rank, a collective failed, ranks called different collectives, or ranks wait for each
-         other (deadlock)
-  2      there are no dumps, a dump cannot be read, FILE cannot be written, or the command line is wrong
-""",
-)
-@click.argument("dumps", nargs=-1, required=True, type=click.Path(exists=True))
-@click.option("--out", metavar="FILE", type=click.Path(dir_okay=False), help="Also write a Chrome trace to FILE.")
-def trace(dumps: tuple[str, ...], out: str | None) -> None:
-    """Compares DUMPS of the flight recorder: files, or folders of files. The command uses the last dump of each rank.
-
-    The first lines show exceptions that ended ranks, and where ranks differ or wait for each other. The next lines show
-    how many collectives each rank has begun, and which line of code each rank was running.
-    """
-    from gradsync.diagnostics.report import report_dumps
-
-    sys.exit(report_dumps(dumps, out))
 
 
 @main.command(

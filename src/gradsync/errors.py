@@ -280,22 +280,6 @@ def callers() -> list[Caller]:
     return found["program"] or found["package"]
 
 
-def raised_at(error: BaseException) -> Caller | None:
-    """Returns the innermost line of the user's program in an error's traceback.
-
-    If no line of the traceback belongs to the user's program, returns the innermost line of the traceback. Returns None
-    for an error without a traceback.
-    """
-    trace = error.__traceback__
-    innermost = found = None
-    while trace is not None:
-        innermost = Caller(trace.tb_frame.f_code, trace.tb_lasti)
-        if _kind_of(innermost.code.co_filename) == "program":
-            found = innermost
-        trace = trace.tb_next
-    return found or innermost
-
-
 @lru_cache(maxsize=1024)
 def _kind_of(file: str) -> str:
     """Returns the software that a source file belongs to: "gradsync", "launching", "python", "package" or "program"."""

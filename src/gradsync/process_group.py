@@ -37,7 +37,7 @@ from gradsync.communicators.world import (
     overriding_backend,
     set_world,
 )
-from gradsync.diagnostics import arm, dump_at_exception, dump_because, write_trace
+from gradsync.diagnostics import trace
 from gradsync.environment import (
     ALLOW_SHARED_GPU,
     ALONE,
@@ -152,7 +152,6 @@ def init_process_group(
 
         refuse_words("init_process_group", removed, signature(init_process_group).parameters, _FOREIGN)
     configure_logging()
-    arm()
     if get_initial_world() is not None:
         raise InvalidArgument("the process group is initialised already: call gs.destroy_process_group() first")
     forget_earlier_error()
@@ -179,6 +178,7 @@ def init_process_group(
         ALLOW_SHARED_GPU.read() or allow_shared_gpu,
         DEBUG.read() if debug is None else bool(debug),
     )
+    trace.begin(place.rank)
     wanted = choose_before_joining(backend, settings)
     if wanted == "local":
         communicator = connect(wanted, None, settings, "world")
@@ -225,7 +225,8 @@ def destroy_process_group() -> None:
                 communicator.close()
     finally:
         _leave()
-        write_trace()
+        if communicator is not None:
+            trace.end(communicator.rank, communicator.world_size)
     raise_forgotten()
     raise_refused()
 
@@ -468,7 +469,7 @@ def _join(settings: WorldSettings, wanted: str) -> RendezvousClient:
 
         share = share_over_mpi(place)
     _client, _rendezvous = join(place, settings.address, settings.timeout_seconds, _rendezvous, share=share)
-    _client.describe_with(failures.positions, failures.status_report, dump_because)
+    _client.describe_with(failures.positions, failures.status_report)
     return _client
 
 
@@ -482,7 +483,6 @@ def _destroy_because_of(error: BaseException | None) -> None:
             if communicator is not None:
                 communicator.abort(reason, culprit=culprit)
             _client.report_failure(reason, culprit=culprit)
-            dump_at_exception(error)
     finally:
         with contextlib.suppress(*([] if error is None else [GradsyncError])):  # raises only the first error
             destroy_process_group()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import crosswise_checks as checks
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import gradsync as gs
 from contract import expect
-from gradsync.cli import main
 from places import GPU, SHM, STAND_IN, STAND_IN_STAGED, Place, always_on, on
 from rank_processes import run_ranks
 
@@ -107,14 +103,6 @@ def test_what_the_flight_recorder_shows() -> None:
     assert first[1:3] == step
     assert first[3].startswith("the first step of callback 'generator' made at crosswise_checks.py:")
     assert first[4:] == [f"{line} (callback {which})" for which in ("'generator'", "1") for line in step]
-
-
-def test_what_gradsync_trace_shows(tmp_path: Path) -> None:
-    SHM.run(2, checks.cross_later, SHM.kit, environment={"GRADSYNC_DUMP_DIR": str(tmp_path)})
-    shown = CliRunner().invoke(main, ["trace", str(tmp_path)]).output
-    bucket = r"all_reduce\(mean\) float\d+ \d+ bytes \[w\]"
-    assert re.search(rf"called {bucket} \(callback 2\) as #", shown), shown
-    assert re.search(rf"where rank 0 called {bucket} \(callback 1\)", shown)
 
 
 @pytest.mark.parametrize("name", ["", "two\nlines", "x" * 81, 3, b"generator"])

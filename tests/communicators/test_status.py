@@ -8,7 +8,7 @@ import pytest
 
 from gradsync.communicators import failures
 from gradsync.communicators.agreement import agreement_on
-from gradsync.diagnostics.recorder import FlightRecorder, Place
+from gradsync.diagnostics.recorder import FlightRecorder
 from gradsync.rendezvous.frames import MAX_STATUS_GROUPS
 
 BARRIER = agreement_on("barrier", (), None, "")
@@ -18,7 +18,7 @@ class Group:
     """What the status looks at."""
 
     def __init__(self, name: str, world_size: int = 2) -> None:
-        self.recorder = FlightRecorder(name, place=Place(0, tuple(range(world_size)), "shm"))
+        self.recorder = FlightRecorder(name, world_size, "shm")
 
     def use(self, *, ends: bool = True) -> None:
         self.recorder.begin(BARRIER)

@@ -52,7 +52,7 @@ from gradsync.bucketing.reducer import Reducer
 from gradsync.communicators.agreement import StepSoFar
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.lifetime import Lifetime
-from gradsync.diagnostics import tracing
+from gradsync.diagnostics import trace
 from gradsync.errors import (
     GradientCancelled,
     GradsyncError,
@@ -269,7 +269,7 @@ class Step:
             entry.arrived_in = self.ended
             self.count += 1
             end = self._ends[entry.bucket]
-            if self._is_watched or tracing.active is not None:
+            if self._is_watched or trace.active is not None:
                 self._note(entry, end, communicator)
             future = GradientFuture(entry.name, end, entry.result)
             if entry.is_locked:
@@ -297,11 +297,11 @@ class Step:
             )
 
     def _note(self, entry: GradientEntry, end: CollectiveEnd, communicator: Communicator) -> None:
-        """Records a gradient: its arrival in the trace, its digest in debug mode, and on a GPU the work before it."""
+        """Records a gradient: the begin of a traced step, its digest in debug mode, and on a GPU the work before it."""
         if communicator._runs_beside_host:
             self._producers.setdefault(entry.bucket, []).append(communicator._mark_work())
-        if (tracer := tracing.active) is not None:  # read once: another thread may end the trace
-            tracer.arrive(communicator.recorder.group, entry.spec.label, is_first=self.count == 1)
+        if trace.active is not None and self.count == 1:
+            trace.active.begin_step(communicator.recorder)
         if self._guard is not None:
             self._guard.take(entry, end)
 
@@ -469,8 +469,8 @@ class Step:
             if later is not None:  # results are final only at the end of this work: clipping
                 for end in self._ends.values():
                     end.completion = later
-            if (tracer := tracing.active) is not None and self.count:
-                tracer.end_step(communicator.recorder.group, self.count)
+            if trace.active is not None and self.count:
+                trace.active.end_step(communicator.recorder, self.count)
             self.reducer.statistics.steps += self.count > 0
             if self._new or 0 < self.count < len(self.agreed):
                 self._learn()

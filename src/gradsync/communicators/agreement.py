@@ -244,10 +244,6 @@ class Agreement(NamedTuple):
         """Returns the event in one line, for the flight recorder."""
         return self.describe().headline if self.summarise is None else self.summarise()
 
-    def lines(self) -> list[str]:
-        """Returns the description as lines of text, for the flight recorder's dumps."""
-        return self.describe().lines()
-
     def described(self, call_site: CallSite | None = None) -> Description:
         """Returns the description that this rank sends to the other ranks.
 

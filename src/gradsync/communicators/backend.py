@@ -20,7 +20,7 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.communicators.host_copy import CACHE_LINE_BYTES
 from gradsync.communicators.host_values import Checks, NonFiniteFinder, SumOfSquares
-from gradsync.diagnostics import FlightRecorder, Place
+from gradsync.diagnostics import FlightRecorder
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, shown
 from gradsync.futures import Completion
 from gradsync.reduction import Array, ReduceOp
@@ -215,7 +215,7 @@ class Backend(ByteCollectives):
         self.timeout_seconds = timeout_seconds
         self.ranks: tuple[int, ...] = (0,) if client is None else client.world_ranks
         self.label: str = "rank 0/1" if client is None else client.label
-        self.recorder = FlightRecorder(group, place=Place(self.rank, self.ranks, self.name))
+        self.recorder = FlightRecorder(group, self.world_size, self.name)
 
     # -- Reductions --------------------------------------------------------------------------------------------
 

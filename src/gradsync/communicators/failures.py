@@ -314,7 +314,7 @@ def _reported_recorders() -> list[FlightRecorder]:
     """
     from gradsync.rendezvous.frames import MAX_STATUS_GROUPS  # imported here to keep the start of a rank short
 
-    recorders = [r for r in usable_recorders() if r.place is not None and len(r.place.ranks) > 1]
+    recorders = [r for r in usable_recorders() if r.world_size > 1]
     return sorted(recorders, key=_last_used, reverse=True)[:MAX_STATUS_GROUPS]
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.collective_queue import Job, await_earlier, await_submitted, fail_submitted
-from gradsync.diagnostics import FlightRecorder, dump_at_failure
+from gradsync.diagnostics import FlightRecorder
 from gradsync.errors import (
     CollectiveTimeout,
     CommunicatorClosed,
@@ -207,8 +207,6 @@ class Lifetime:
         self._what = ""
         self._recorder.end(error is not None)
         self._holder.clear()
-        if error is not None:
-            dump_at_failure(error)
         if self.ended_because is not None:
             self._end_use()
 
@@ -251,7 +249,6 @@ class Lifetime:
                 # Set before the reason, because a call that sees the reason raises the error.
                 self._unraised = None if is_raised or self.was_raised else error
                 self.ended_because = f"it failed: {headline(error)}"
-        dump_at_failure(error)
         self._end_use()
 
     def note_raised(self, error: BaseException) -> None:

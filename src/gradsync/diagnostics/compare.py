@@ -1,9 +1,8 @@
 """Finds the first collective in which ranks differ, and ranks that wait for each other in a circle.
 
-The functions of this module do no I/O and read no clocks. The rendezvous server calls these functions while ranks wait,
-and `gradsync trace` calls these functions to compare dumps. A rank remembers only its last collectives, so
-first_divergence compares only collectives that at least two ranks remember. A rank that has begun fewer collectives
-does not differ for that reason.
+The rendezvous server calls these functions while ranks wait; they do no I/O and read no clocks. A rank remembers only
+its last collectives, so first_divergence compares only collectives that at least two ranks remember. A rank that has
+begun fewer collectives does not differ for that reason.
 """
 
 from __future__ import annotations

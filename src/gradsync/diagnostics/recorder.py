@@ -2,21 +2,22 @@
 
 The recorder is always on, so it must cost almost nothing: an entry is a short list in a ring buffer. The recorder makes
 an entry when a collective begins, and completes the entry when the collective ends. An entry becomes text only when a
-report, an error or a dump shows it. Any thread may read the entries at any time.
+report, an error or a trace shows it. Any thread may read the entries at any time.
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Sequence
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakSet
 
 from gradsync.environment import FLIGHT_RECORDER_ENTRIES
 
-_REMEMBERED_RECORDERS = 16  # reports show the 16 communicators made last, even after these communicators have ended
+_TRACED_ENTRIES = 100_000  # the least number of entries that a recorder keeps during a trace
+
+#: During a trace, which trace.py begins: the recorders of all communicators that were made since. Otherwise None.
+traced: list[FlightRecorder] | None = None
 
 
 class Recorded(Protocol):
@@ -32,23 +33,6 @@ class Recorded(Protocol):
 
     def headline(self) -> str:
         """Returns the description in one line."""
-
-    def lines(self) -> list[str]:
-        """Returns everything that the ranks must agree on: first the headline, then a line for each array."""
-
-
-class Place(NamedTuple):
-    """The communicator that a recorder belongs to.
-
-    Attributes:
-        rank: the number of this rank in the communicator.
-        ranks: the world ranks of the members.
-        backend: the name of the communicator's backend.
-    """
-
-    rank: int
-    ranks: tuple[int, ...]
-    backend: str
 
 
 # A list of the fields of an Entry. The last two fields are set when the collective ends. The recorder uses a list,
@@ -102,32 +86,31 @@ class FlightRecorder:
 
     Args:
         group: the communicator's name.
-        place: the communicator's members and backend. If `place` is None, `recorders` does not return this recorder.
+        world_size: the number of the communicator's ranks.
+        backend: the name of the communicator's backend.
 
     Attributes:
-        group, place: see Args.
+        group, world_size, backend: see Args.
         begun: the number of collectives that this rank has begun.
     """
 
-    __slots__ = ("__weakref__", "_ring", "_running", "begun", "group", "place")
+    __slots__ = ("_ring", "_running", "backend", "begun", "group", "world_size")
 
-    def __init__(self, group: str, place: Place | None = None) -> None:
+    def __init__(self, group: str, world_size: int = 1, backend: str = "local") -> None:
         self.group = group
-        self.place = place
+        self.world_size = world_size
+        self.backend = backend
         self.begun = 0
-        self._ring: deque[Running] = deque(maxlen=max(FLIGHT_RECORDER_ENTRIES.read(), _least_entries))
+        least = 0 if traced is None else _TRACED_ENTRIES
+        self._ring: deque[Running] = deque(maxlen=max(FLIGHT_RECORDER_ENTRIES.read(), least))
         self._running: Running | None = None
-        if place is not None:
-            _in_use.add(self)
-            _latest.append(self)
+        if traced is not None:
+            traced.append(self)
 
-    def remember(self, entries: int) -> None:
-        """Enlarges the ring buffer to this number of entries. A larger ring buffer keeps its size."""
-        while (self._ring.maxlen or 0) < entries:
-            begun = self.begun
-            ring = deque(self._ring, entries)
-            if self.begun == begun:  # otherwise a collective has begun, and the copy may lack it
-                self._ring = ring
+    def __repr__(self) -> str:
+        """Returns the name of the group, the number of collectives, and the last of them as `describe` shows them."""
+        title = f"<FlightRecorder of group {self.group!r}: {self.begun} collectives begun>"
+        return "\n".join([title, *self.describe().splitlines()])
 
     def begin(self, what: Recorded) -> None:
         """Records that a collective begins."""
@@ -169,43 +152,6 @@ class FlightRecorder:
         newest = self.entries()[::-1][:last]
         now = monotonic()
         return "\n".join([entry.describe(now) for entry in newest])
-
-
-_least_entries = 0
-_in_use: WeakSet[FlightRecorder] = WeakSet()
-_latest: deque[FlightRecorder] = deque(maxlen=_REMEMBERED_RECORDERS)
-
-
-def recorders() -> list[FlightRecorder]:
-    """Returns the recorders of this process's communicators, and of the last 16 communicators even if they have ended.
-
-    Any thread may call this function.
-    """
-    for _ in range(8):
-        try:
-            return list(dict.fromkeys([*_latest, *_in_use]))
-        except RuntimeError:  # another thread has just made a recorder
-            continue
-    return list(_latest.copy())
-
-
-def remember_at_least(entries: int) -> None:
-    """Makes all recorders remember at least this number of entries, including recorders that are made later.
-
-    After remember_at_least(0), new recorders remember the number that GRADSYNC_FLIGHT_RECORDER_ENTRIES sets.
-    """
-    global _least_entries
-    _least_entries = entries
-    for recorder in recorders():
-        recorder.remember(entries)
-
-
-def _forget_after_fork() -> None:
-    _in_use.clear()
-    _latest.clear()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def finish(running: Running, *, failed: bool) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from importlib.machinery import PathFinder
 
 from gradsync import environment
+from gradsync.diagnostics.trace import make_folder
 from gradsync.errors import InvalidArgument
 from gradsync.launching.job import Job, Target, choose_gpus, parse_gpus
 from gradsync.launching.outcome import failure_text
@@ -40,7 +41,6 @@ def run_command(
     secret_file: str | None,
     join_timeout_seconds: float,
     node_address: str | None,
-    dump_dir: str | None,
     trace_dir: str | None,
     debug: bool,
     own_options: Collection[str] = (),
@@ -83,8 +83,9 @@ def run_command(
         devices = tuple(choose_gpus(devices, n_ranks, os.environ))
     shows_prefix = n_ranks > 1 or nodes is not None if prefix is None else prefix
     reading_rank = _stdin_rank(stdin_rank, n_ranks if nodes is None else None)
-    folders: dict[str, str | None] = {environment.DUMP_DIR: dump_dir, environment.TRACE: trace_dir}
-    variables = {name: os.path.abspath(folder) for name, folder in folders.items() if folder is not None}
+    variables: dict[str, str] = {}
+    if trace_dir is not None:
+        variables[environment.TRACE] = str(make_folder(trace_dir, "--trace"))
     if debug:
         variables[environment.DEBUG] = "1"
 
@@ -117,12 +118,6 @@ def run_command(
                 # After a signal the user wants the job to end, so a blocked terminal must not delay the end.
                 wait_seconds = None if outcome.signal_number is None else REPORT_SECONDS
                 notices.print(text, wait_seconds=wait_seconds)
-    if exit_code and dump_dir is not None:
-        import shlex  # imported here to keep the start short
-
-        command = f"gradsync trace {shlex.quote(dump_dir)}"
-        of_others = "" if nodes is None else "; add the folders of the other machines to compare all ranks"
-        notices.print(f"gradsync: `{command}` shows what the ranks were doing{of_others}")
     return exit_code
 
 

@@ -438,12 +438,11 @@ class RendezvousClient:
         self,
         positions: Callable[[], Mapping[str, int]],
         report: Callable[[], tuple[str, Calls]],
-        on_trouble: Callable[[str], object] = str,
     ) -> None:
         """Sets the callbacks that describe this rank to the server and the other ranks.
 
         The callbacks run in threads of this client. Each callback must be quick. If `report` raises, the error's text
-        is sent as the report. If another callback raises, the client ignores the error.
+        is sent as the report. If `positions` raises, the client ignores the error.
 
         Args:
             positions: returns the number of collectives that this rank has begun in each group, for at most 16
@@ -451,10 +450,8 @@ class RendezvousClient:
             report: returns a text about this rank and the rank's last collectives by group. The other ranks' errors
                 show the text, shortened to 16 KiB. Each collective is given by its number, digest, description (at most
                 200 bytes), and whether it still runs on this rank. At most 128 collectives of each group.
-            on_trouble: gets one line of text after this rank has answered a status request, and when the server reports
-                the failure of the generation, unless this rank has called `report_failure`.
         """
-        self._connection.callbacks = Callbacks(positions, report, on_trouble)
+        self._connection.callbacks = Callbacks(positions, report)
 
     def report_waiting(
         self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None

@@ -7,8 +7,8 @@ connection. The rules of this module:
   a Condition or an Event, whose inner lock would stay held if Ctrl-C arrived when the wait begins.
 - A send never blocks. Bytes that do not fit the socket's buffer are written later, by the thread that waits for the
   answer or by the reader. So no blocked send can delay the heartbeats, which the reader sends.
-- A second thread answers the questions of other ranks, so that a callback that blocks, or writes a long dump, delays
-  neither answers to this rank's requests nor heartbeats.
+- A second thread answers the questions of other ranks, so that a callback that blocks delays neither
+  answers to this rank's requests nor heartbeats.
 - If a process's own timer fires late, this process was paused (by SIGSTOP, for example). Then this process does not
   report its peer as silent.
 - After a fork the child closes its copy of the descriptor, replaces the lock for sending, and acquires no lock.
@@ -83,7 +83,6 @@ _FIRST_BACKOFF_SECONDS = 0.005
 _LAST_BACKOFF_SECONDS = 0.5
 _POLL_SECONDS = 0.25  # a poll does not notice when the program closes our descriptor, so each poll is short
 _THREAD_END_SECONDS = 0.2
-_CALLBACKS_END_SECONDS = 2.0  # time to finish a dump that is being written
 
 NO_REPORT = "(it reports nothing)"
 
@@ -111,7 +110,6 @@ class Callbacks(NamedTuple):
 
     positions: Callable[[], Mapping[str, int]] = dict
     report: Callable[[], tuple[str, Calls]] = lambda: (NO_REPORT, {})
-    on_trouble: Callable[[str], object] = str
 
 
 class Connection:
@@ -387,8 +385,6 @@ class Connection:
         elif kind is FrameType.FAILED and message.fields[0] == TO_GENERATION:
             if self.failure is None:
                 self._fail(failure_of(message, self.label))
-                if not self._has_reported:  # otherwise this rank itself has reported the failure
-                    self._push(message)
         elif kind in (FrameType.ASKED, FrameType.STATUS_REQUEST, FrameType.INSPECT):
             self._push(message)
         elif kind is FrameType.VALUES:
@@ -500,11 +496,9 @@ class Connection:
                     self._answer_question(*push.fields)
                 elif push.type is FrameType.STATUS_REQUEST:
                     self._answer_inquiry()
-                elif push.type is FrameType.INSPECT:
+                else:
                     rank, pid = push.fields
                     self.post(FrameType.INSPECTED, rank, inspect_process(pid).name)
-                else:
-                    self._call_on_trouble(push.fields[-1].partition("\n")[0])
 
     def _answer_question(self, group: str, position: int) -> None:
         """Reports the collective that this rank has launched at a position, if there is one."""
@@ -534,11 +528,6 @@ class Connection:
         except Exception as error:  # the callback failed, or its calls do not fit
             text = clip_text(f"(its report failed: {describe(error)})", MAX_REPORT_BYTES)
             self.post(FrameType.STATUS, {group: (begun, ()) for group, begun in progress.items()}, text)
-        self._call_on_trouble("a rank has waited too long for others")  # last, because the callback may write a dump
-
-    def _call_on_trouble(self, text: str) -> None:
-        with contextlib.suppress(Exception):  # no caller could handle an error of the callback
-            self.callbacks.on_trouble(text)
 
     def _progress(self) -> Mapping[str, int]:
         """Returns the number of collectives that this rank has begun in each group.
@@ -596,9 +585,9 @@ class Connection:
             return
         self.shut_down()
         current = threading.current_thread()
-        for thread, seconds in ((self._answering, _CALLBACKS_END_SECONDS), (self._thread, _THREAD_END_SECONDS)):
+        for thread in (self._answering, self._thread):
             if thread is not None and thread is not current and thread.is_alive():
-                thread.join(seconds)
+                thread.join(_THREAD_END_SECONDS)
         with contextlib.suppress(OSError):  # the program has closed the descriptor itself
             self._stream.close()
 

@@ -24,7 +24,7 @@ OTHER_SCRIPTS = {
     "training_speed_rank",
     "page_tables",
 }
-OTHER_SCRIPTS |= {"failure_detection", "fault_matrix", "gpu_tests", "trace_picture"}
+OTHER_SCRIPTS |= {"failure_detection", "fault_matrix", "gpu_tests"}
 
 
 class Smoke(NamedTuple):
@@ -53,7 +53,6 @@ SMOKES = [
     Smoke("network_partition", ("--rounds", "1"), 10),
     Smoke("rendezvous_scale", ("--quick",), 2),
     Smoke("start_up", ("--quick", "--ranks", "2"), 1),
-    Smoke("steady_cost", ("--quick",), 1),
     Smoke("two_checkouts", ("--old", str(ROOT), "--quick"), 5),
     Smoke("training_speed", ("--quick",), 2),
 ]

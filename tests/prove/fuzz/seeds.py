@@ -9,7 +9,6 @@ import msgpack
 from targets import KEYS, RANKS, REQUESTS, RUN, SECRET, VARIABLES
 
 from gradsync.communicators.agreement import Description, Item
-from gradsync.diagnostics.dump import FORMAT
 from gradsync.launching.in_rank.result import ERROR, RESULT, ErrorReport, to_json
 from gradsync.launching.nodes import Cause
 from gradsync.rendezvous.frames import FrameType
@@ -44,12 +43,6 @@ def seeds() -> dict[str, list[bytes]]:
         "secret_file": [b"00" * 32, b"zz", b""],
         "meeting_file": [b"00" * 32 + b"\n127.0.0.1:4000\n", b"00"],
         "shapes_file": [b'[["a", [2, 3], "float32"], ["\'b\'", []]]', b"{}", b"[]"],
-        "dump_files": [
-            b"\x1e".join(json.dumps(_dump(rank)).encode() for rank in range(2)),
-            json.dumps(_dump(0)).encode(),
-            json.dumps({**_dump(0), "stacks": 7}).encode(),
-            json.dumps({**_dump(1), "monotonic_seconds": "soon"}).encode(),
-        ],
         "plan_texts": [b"\x1e".join(_description(length).to_text().encode() for length in (3, 4))],
         "addresses": [b"127.0.0.1:4000", b"[::1]:4000", b"a..b:1", b"h:0000800000", b"\xed\xa0\x80:1"],
         "variables": [
@@ -95,27 +88,6 @@ def _samples() -> list[list[object]]:
         [FrameType.TIMED_OUT, 2, [1], "rank 1/3"],
         [FrameType.FAILED, 0, 0, 1, "phase", [], "text"],
     ]
-
-
-def _dump(rank: int) -> dict[str, object]:
-    """What a rank writes: a bucket that has ended, and a barrier on rank 0 beside a message on rank 1."""
-    calls = {"0": {"what": "b", "lines": ["a bucket", "w", "v"]}, f"{rank + 1}": {"what": f"of {rank}", "lines": []}}
-    first = {"number": 1, "call": "0", "is_message": False, "state": "ended", "began": 1.0, "ended": 2.0}
-    last = {"number": 2, "call": f"{rank + 1}", "is_message": False, "state": "runs", "began": 3.0, "ended": None}
-    if rank:
-        last = {**last, "number": 1, "is_message": True}
-    process = {"reason": "r", "raised_at": "", "rank": rank, "pid": 1, "host": "h", "clock": "boot", "package": "/p/"}
-    return {
-        "format": FORMAT,
-        **process,
-        "monotonic_seconds": 4.0,
-        "wall_seconds": 5.0 + rank,
-        "stacks": "Main:\n  a.py:1 in f\n  /p/b.py:2 in g",
-        "groups": {"world": {"ranks": [0, 1], "begun": 2, "entries": [first, last], "calls": calls}},
-        "phases": [["world", 1, "packing", 1.0, 1.5]],
-        "arrivals": [["world", "w", 0.5]],
-        "steps": [["world", 2, 0.5, 2.0]],
-    }
 
 
 def _description(length: int) -> Description:

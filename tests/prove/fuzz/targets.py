@@ -21,9 +21,6 @@ from gradsync.arguments import parse_address
 from gradsync.bench.models import read_shapes
 from gradsync.bench.thresholds import parse_megabytes
 from gradsync.communicators.agreement import Description, mismatch
-from gradsync.diagnostics.chrome_trace import chrome_trace
-from gradsync.diagnostics.dump import read_dumps
-from gradsync.diagnostics.report import report
 from gradsync.environment import read_environment, read_secret_file
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
 from gradsync.launching.in_rank.result import ErrorReport, read_report
@@ -214,15 +211,6 @@ def shapes_file(data: bytes) -> None:
         assert read_shapes(path) == specs
 
 
-def dump_files(data: bytes) -> None:
-    """Files that ranks have written at a failure, for `gradsync trace`: what was read can be told, and drawn."""
-    with contextlib.ExitStack() as stack, contextlib.suppress(InvalidArgument):
-        files = [Path(stack.enter_context(_file_of(part))) for part in data.split(b"\x1e")]
-        found, earlier = read_dumps(files)
-        "\n".join(report(found, earlier)).encode()
-        json.dumps(chrome_trace(found), allow_nan=False)
-
-
 def plan_texts(data: bytes) -> None:
     """What other ranks say that they were about to do, for the error that names the difference."""
     texts = data.decode("utf-8", "replace").split("\x1e")
@@ -270,7 +258,7 @@ TARGETS: dict[str, Target] = {
     target.__name__: target
     for target in (
         *(frames, sealed_bodies, message_fields, server_handshake, client_handshake, server_core),
-        *(node_words, report_pipe, secret_file, meeting_file, shapes_file, dump_files, plan_texts),
+        *(node_words, report_pipe, secret_file, meeting_file, shapes_file, plan_texts),
         *(addresses, variables, command_line_texts),
     )
 }

@@ -23,7 +23,7 @@ from gradsync.communicators.host_copy import copy_words, cuts, pack_words, piece
 from gradsync.communicators.mpi.mpi_job import check_place, keep_for_ever, load_mpi, to_mpi_error
 from gradsync.communicators.mpi.mpi_reduction import MpiReduction
 from gradsync.communicators.mpi.mpi_requests import MpiRequests, pieces
-from gradsync.diagnostics import tracing
+from gradsync.diagnostics import trace
 from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import BackendUnavailable, CollectiveTimeout, GradsyncError
 from gradsync.futures import Completion
@@ -156,7 +156,7 @@ class MpiBackend(Backend):
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
         """See Backend. Small arrays of a list are packed, and may be sent in the same message as the digest."""
-        end_phase = tracing.phases_of(self.recorder)
+        end_phase = trace.phases_of(self.recorder)
         dtype, words = sources[0].dtype, word_dtype(sources[0].dtype)
         pairs = list(zip(sources, targets, strict=True))
         small = [pair for pair in pairs if pair[0].nbytes <= _SMALL_BYTES]

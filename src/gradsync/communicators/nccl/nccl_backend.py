@@ -31,7 +31,7 @@ from gradsync.communicators.nccl.speculative_agreement import (
 )
 from gradsync.communicators.nccl.store_path import StorePath
 from gradsync.communicators.nccl.watcher import Watched
-from gradsync.diagnostics import tracing
+from gradsync.diagnostics import trace
 from gradsync.errors import CollectiveTimeout, CommunicatorClosed, GradsyncError, NcclError, PlanMismatch, describe
 from gradsync.reduction import ReduceOp, dtype_name
 from gradsync.rendezvous.client import RendezvousClient
@@ -117,7 +117,7 @@ class NcclBackend(Backend):
     def _all_reduce_one(
         self, reduce: Callable[[Any, Any, ReduceOp], None], op: ReduceOp, source: Any, target: Any, agreement: Agreement
     ) -> None:
-        end_phase = tracing.phases_of(self.recorder)
+        end_phase = trace.phases_of(self.recorder)
         self.agree(agreement)
         end_phase("waiting")
         if self._launch is not None:
@@ -128,7 +128,7 @@ class NcclBackend(Backend):
     def _all_reduce_list(
         self, sources: Sequence[Any], targets: Sequence[Any], op: ReduceOp, agreement: Agreement
     ) -> None:
-        end_phase = tracing.phases_of(self.recorder)
+        end_phase = trace.phases_of(self.recorder)
         self.agree(agreement)
         end_phase("waiting")
         self.keep(*sources, *targets)

@@ -45,7 +45,7 @@ from gradsync.communicators.host_copy import (
 )
 from gradsync.communicators.host_values import Checks, SumOfSquares, finite_test, tables_of
 from gradsync.communicators.shared_memory.arena import CHUNKS_IN_FLIGHT, ROUND_SLOTS, ShmContext
-from gradsync.diagnostics import tracing
+from gradsync.diagnostics import trace
 from gradsync.reduction import Array, Call, ReduceOp, accumulation_dtype, division_call, reduction_of
 
 #: The largest array or list that is all-reduced in one shot: after one barrier, every rank reduces the whole array. In
@@ -434,7 +434,7 @@ class ListAllReduce(Plan):
     def run(self, agreement: Agreement) -> None:
         """All-reduces each source into its target."""
         number = self._barrier.round % ROUND_SLOTS if self._is_one_shot else 0
-        end_phase = tracing.phases_of(self._context.recorder)
+        end_phase = trace.phases_of(self._context.recorder)
         quietly = self._context.quietly
         for phases, wait in self._kept[number] if self._kept else self._steps(number):
             for phase, calls in phases:

@@ -28,7 +28,7 @@ from gradsync.communicators.shared_memory.segment import (
     share_segment,
     take_huge_pages,
 )
-from gradsync.diagnostics import tracing
+from gradsync.diagnostics import trace
 from gradsync.reduction import Array, Call, ReduceOp, reduction_of
 
 # The number of bytes that one call reduces. The next calls copy the result to the other ranks while it is in the cache.
@@ -83,7 +83,7 @@ class ResidentAllReduce:
     def run(self, agreement: Agreement) -> None:
         """Reduces the current values; see PreparedList."""
         context = self._context
-        end_phase = tracing.phases_of(context.recorder)
+        end_phase = trace.phases_of(context.recorder)
         context.barrier.agree(agreement)
         end_phase("waiting")
         context.quietly(run_calls, self._calls)
