@@ -4,11 +4,11 @@
     python benchmarks/network_partition.py --rounds 1     # writes nothing
 
 The machines are network namespaces on one bridge, each with one `gradsync run --nnodes 2` of one rank. A time is from
-the fault to the line on standard error that names the node which is gone. "link down": as of a pulled cable; "DROP":
-as by a firewall, links stay up and the bridge no longer carries that machine's packets; "SIGKILL": of the launcher,
-whose own side says nothing. "MPI": ranks of mpiexec, two on each machine; the time is to the error of the side's first
-rank, which says why.
-The exit code is 1 when the wrong node was named, or something was left behind.
+the fault to the launcher's report on standard error, which names the rank or the server that is gone. "link down": as
+of a pulled cable; "DROP": as by a firewall, links stay up and the bridge no longer carries that machine's packets;
+"SIGKILL": of the launcher, whose own side says nothing. "MPI": ranks of mpiexec, two on each machine; the time is to
+the error of the side's first rank, which says why.
+The exit code is 1 when a side named nobody, or something was left behind.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ MPI_FAULTS: dict[str, Callable[[namespaces.Machine], None]] = {
     "link down, MPI": lambda machine: machine.take_link_down(),
     "DROP, MPI": lambda machine: machine.drop_packets(),
 }
+NAMES = {0: "rank 1/2 .* (died|cannot be reached)", 1: "rendezvous server at .* (is gone|cannot be reached)"}
 SAYS = {0: "acknowledges nothing", 1: "rendezvous server"}  # each side's name for the other
 
 
@@ -66,7 +67,7 @@ def reports(run: Nodes, sides: list[int], began: float) -> dict[int, float]:
             for key, _ in ready:
                 text = os.read(key.fd, 65536).decode()
                 told[key.data] += text
-                if re.search(rf"^gradsync: node {1 - key.data} \(.* was lost at", told[key.data], re.MULTILINE):
+                if re.search(NAMES[key.data], told[key.data]):
                     found[key.data] = time.monotonic() - began
                 if not text or key.data in found:
                     selector.unregister(key.fileobj)

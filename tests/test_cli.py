@@ -77,7 +77,7 @@ def absolute_path_environment():
             "No such option '--timeout'. To limit how long a collective waits for a rank, set",
         ),
         (("run", "--timeout=3", "x.py"), "GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS"),
-        (("run", "--join-timeot", "3", "x.py"), "Did you mean"),
+        (("run", "--max-restart", "3", "x.py"), "Did you mean"),
         (("serve", "--timeout", "3"), "No such option"),
         (("run",), "Missing argument 'SCRIPT'. For example: gradsync run -n 2 train.py"),
         (("serve", "--world-size", "0"), "0 is not in the range"),

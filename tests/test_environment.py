@@ -311,7 +311,6 @@ READ = {
     "GRADSYNC_LOCAL_WORLD_SIZE": ([("1", 1)], None, ["0"]),
     "GRADSYNC_ADDRESS": ([("node0:1", "node0:1")], None, ["node0"]),
     "GRADSYNC_HOSTED": ([("1", True), ("0", False)], False, ["true", "yes"]),
-    "GRADSYNC_START": ([("00ff", "00ff")], None, []),
     "GRADSYNC_BACKEND": ([("shm", "shm"), (" mpi ", "mpi")], "auto", ["loco", "SHM"]),
     "GRADSYNC_ALLOW_SHARED_GPU": ([("1", True), (" 1 ", True), ("0", False)], False, ["true", "2"]),
     "GRADSYNC_SECRET": ([(SECRET, bytes.fromhex(SECRET))], None, ["abc", "ab" * 15]),

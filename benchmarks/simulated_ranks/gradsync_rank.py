@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from gradsync.machine import machine_identity
-from gradsync.rendezvous.frames import NEXT_GENERATION, THE_WORLD, FrameType, Message
-from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake
+from gradsync.rendezvous.frames import THE_WORLD, FrameType, Message
+from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameReader, Session
 from simulated_ranks.contenders import BARRIER, GET_ID, JOIN, LEAVE, PUT_ID, UNIQUE_ID
 
@@ -35,7 +35,7 @@ class GradsyncRank:
     def begin(self, phase: str) -> bytes:
         self.is_done = False
         if phase == JOIN:
-            self._handshake = ClientHandshake(self._secret, os.urandom(RANDOM_BYTES))
+            self._handshake = ClientHandshake(self._secret, os.urandom(NONCE_BYTES))
             self._reader, self._session = FrameReader(), None
             return self._handshake.hello()
         return self._request(phase)
@@ -47,7 +47,7 @@ class GradsyncRank:
             if self._session is None:
                 proof, self._session = self._handshake.receive(frame)
                 self._reader.limit_bytes = MAX_FRAME_BYTES
-                fields = self._rank, self._world_size, NEXT_GENERATION, _MACHINE, "node", os.getpid(), None
+                fields = self._rank, self._world_size, _MACHINE, "node", os.getpid()
                 answer += proof + self._session.seal(FrameType.JOIN, *fields)
             else:
                 self._take(self._session.open(frame))

@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from gradsync import __version__
-from gradsync.arguments import DEFAULT_GRACE_SECONDS, DEFAULT_TIMEOUT_SECONDS, LARGEST_PORT
+from gradsync.arguments import DEFAULT_GRACE_SECONDS, LARGEST_PORT
 from gradsync.backends import BACKENDS, TABLE
 from gradsync.environment import BACKEND, COLLECTIVE_TIMEOUT_SECONDS, SECRET, SECRET_FILE, STATE_DIR
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RendezvousError
@@ -64,7 +64,7 @@ class _Commands(click.Group):
                 raise
             advice = (
                 "No such option '--timeout'. To limit how long a collective waits for a rank, set the variable "
-                f"{COLLECTIVE_TIMEOUT_SECONDS}, in seconds; --join-timeout limits only the wait for other machines."
+                f"{COLLECTIVE_TIMEOUT_SECONDS}, in seconds."
             )
             raise click.NoSuchOption("--timeout", advice, ctx=error.ctx) from None
         except KeyboardInterrupt:  # click would exit with 1 if no supervisor handles Ctrl-C
@@ -277,7 +277,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     type=_Integer(min=0),
     default=0,
     show_default=True,
-    help="Largest number of restarts. A restart starts all ranks again after a rank has failed.",
+    help="Largest number of restarts, on one machine. A restart starts all ranks again after a rank has failed.",
 )
 @click.option(
     "--state-dir",
@@ -319,8 +319,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
 @click.option(
     "--node-rank",
     type=_Integer(min=0),
-    help="This machine's number, from 0. The ranks of machine 0 have the lowest numbers, then the ranks of machine 1, "
-    "and so on.",
+    help="This machine's number K, from 0. With -n P, the same on every machine, its ranks are K * P and so on.",
 )
 @click.option(
     "--rendezvous",
@@ -333,20 +332,6 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     metavar="FILE",
     help=f"File of mode 0600 with the secret that all machines share, or - for a line of standard input.  "
     f"[default: the secret in {SECRET}, else in the file that {SECRET_FILE} names]",
-)
-@click.option(
-    "--join-timeout",
-    "join_timeout_seconds",
-    type=click.FloatRange(min=0),
-    default=DEFAULT_TIMEOUT_SECONDS,
-    show_default=True,
-    help="Seconds to wait for the other machines, at the start and after a failure.",
-)
-@click.option(
-    "--node-address",
-    metavar="ADDRESS",
-    help="This machine's address for the other machines.  [default: this machine's address on the route to "
-    "--rendezvous]",
 )
 @click.option(
     "--trace",

@@ -181,12 +181,6 @@ HOSTED = Variable(
     '"1" if a server of gradsync\'s launcher or of `gradsync serve` runs at GRADSYNC_ADDRESS, so that rank 0 starts no '
     "server.",
 )
-START = Variable(
-    "GRADSYNC_START",
-    _text,
-    None,
-    "Name of this start or restart of a run on several machines. `gradsync run --nnodes` sets this variable.",
-)
 BACKEND = Variable(
     "GRADSYNC_BACKEND",
     _backend,
@@ -266,7 +260,7 @@ DEBUG = Variable(
 #: All variables, in the order of the documentation.
 VARIABLES: tuple[Variable[object], ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
 #: The variables that describe one run. A launcher sets these variables for its own ranks, and removes earlier values.
-OF_A_RUN = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESS, HOSTED, START, BACKEND, SECRET, SECRET_FILE)
+OF_A_RUN = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESS, HOSTED, BACKEND, SECRET, SECRET_FILE)
 _OF_TESTS = (f"{_PREFIX}STAND_IN_", f"{_PREFIX}TEST_")  # variables of this project's tests
 _warned: set[str] = set()
 
@@ -498,7 +492,6 @@ class RankEnvironment(NamedTuple):
         run_name: a name of this run, by which the ranks of one machine find each other without an address. A run can
             have a name only if mpiexec or srun has started several ranks, all of them on this machine, and no variables
             give an address (GRADSYNC_ADDRESS, or both MASTER_ADDR and MASTER_PORT). Otherwise None.
-        start: the name of this start or restart of the run, if several launchers share one server; otherwise None.
     """
 
     rank: int
@@ -512,7 +505,6 @@ class RankEnvironment(NamedTuple):
     master_port: int | None = None
     source: str = ""
     run_name: str | None = None
-    start: str | None = None
 
     def __repr__(self) -> str:
         shown = (f"{name}={value!r}" for name, value in self._asdict().items() if name != "secret")
@@ -569,8 +561,8 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
     other launcher gives a rank, and Slurm's local rank only if no other launcher gives a local rank. If mpiexec has
     started torchrun's agents, one on each machine, gradsync uses torchrun's variables.
 
-    Under every launcher, the function also reads MASTER_ADDR, MASTER_PORT, GRADSYNC_ADDRESS, GRADSYNC_HOSTED,
-    GRADSYNC_START and the secret, and removes GRADSYNC_SECRET from `environ`.
+    Under every launcher, the function also reads MASTER_ADDR, MASTER_PORT, GRADSYNC_ADDRESS, GRADSYNC_HOSTED
+    and the secret, and removes GRADSYNC_SECRET from `environ`.
 
     Args:
         environ: the environment variables.
@@ -659,7 +651,6 @@ def _complete(environ: MutableMapping[str, str], place: _Place) -> RankEnvironme
         master_port=master_port,
         source=place.source,
         run_name=run_name,
-        start=START.read(environ),
     )
 
 

@@ -15,25 +15,20 @@ from gradsync.rendezvous.hosting import join
 from gradsync.environment import read_environment
 
 place = read_environment()
-if sys.argv[1] == f"absent@{place.rank}":
-    sys.exit(0)
-if sys.argv[1] == f"stopped@{place.rank}":
-    os.kill(os.getpid(), signal.SIGSTOP)
 client, _ = join(place, None, 60)
 if client.rank == 0:
     client.set("id", os.urandom(128))
 unique_id = client.get("id", from_rank=0)
-print("id", unique_id.hex()[:12], client.generation, *(os.environ.get(name) for name in sys.argv[2:]), flush=True)
+print("id", unique_id.hex()[:12], *(os.environ.get(name) for name in sys.argv[2:]), flush=True)
 client.barrier("begun")
 what, _, who = sys.argv[1].partition("@")
-restart = int(os.environ["GRADSYNC_RESTART_COUNT"])
-if what == "fail" and int(who) == place.rank and restart == 0:
-    raise ValueError("boom")
-if what == "exit" and int(who) == place.rank:
-    os._exit(7)
+if what == "fail":
+    if int(who) == place.rank:
+        raise ValueError("boom")
+    client.barrier("never")
 if what == "linger" and int(who) == place.rank:
     time.sleep(1.5)
-if what == "wait" and restart == int(who or 0):
+if what == "wait":
     while True:
         client.check()
         signal.sigtimedwait([], 0.02)
@@ -83,20 +78,16 @@ class Nodes:
         """Starts the launcher of one node."""
         line = arguments(node, self.nnodes, self.rendezvous, self.secret, *options, ranks=ranks)
         line = (*line, self.script, *script_arguments)
-        old = self.processes[node]
-        if old is not None:
-            old.communicate()
         if self.machines is None:
             process = command.start(*line)
         else:
             program = (sys.executable, "-c", command._START)
             process = self.machines[node].start(*program, *map(str, line), env=dict(os.environ))
         self.processes[node] = process
-        return process
 
-    def start_all(self, *script_arguments, options=(), ranks=None):
+    def start_all(self, *script_arguments, options=(), ranks=1):
         for node in range(self.nnodes):
-            self.start(node, *script_arguments, options=options, ranks=1 if ranks is None else ranks[node])
+            self.start(node, *script_arguments, options=options, ranks=ranks)
 
     def await_ids(self, node, count=1):
         """Gives the words after "id" of so many ranks of a node, once they have told them."""

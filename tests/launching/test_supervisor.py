@@ -11,7 +11,7 @@ from gradsync.launching import supervisor
 from gradsync.launching.in_rank.result import ErrorReport
 from gradsync.launching.job import Job, Target
 from gradsync.launching.outcome import RankOutcome
-from gradsync.launching.signals import FAILED_ELSEWHERE, SignalInbox
+from gradsync.launching.signals import SignalInbox
 from gradsync.launching.supervisor import Supervisor
 from gradsync.rendezvous.secret_files import Endpoint
 
@@ -271,50 +271,3 @@ def test_a_culprit_that_has_ended_well_has_nothing_to_tell():
         outcome = watch.finish()
     assert outcome.root_cause is outcome.ranks[1]
     assert waiting.received == [signal.SIGTERM]
-
-
-def test_a_failure_on_another_machine_ends_the_ranks(monkeypatch):
-    monkeypatch.setattr("gradsync.launching.supervisor._ROOT_CAUSE_SECONDS", 0.0)
-    ranks = [PlayedRank(0), PlayedRank(1, dies_of=[signal.SIGKILL])]
-    with watching(*ranks) as (watch, signals):
-        signals.put(FAILED_ELSEWHERE)
-        outcome = watch.finish()
-    assert [rank.received for rank in ranks] == [[signal.SIGTERM], [signal.SIGTERM, signal.SIGKILL]]
-    assert outcome.signal_number is None
-    assert all(rank.was_asked_to_end for rank in outcome.ranks)
-
-
-@pytest.mark.usefixtures("_no_time_to_settle")
-def test_a_failure_on_another_machine_may_have_its_cause_here():
-    waiting, culprit = PlayedRank(0), PlayedRank(1)
-    with watching(waiting, culprit) as (watch, signals):
-        signals.put(FAILED_ELSEWHERE)
-        culprit.fail(report())
-        culprit.end(1)
-        outcome = watch.finish()
-    assert waiting.received == [signal.SIGTERM]
-    assert outcome.root_cause.rank == 1
-
-
-@pytest.mark.usefixtures("_no_time_to_settle")
-@pytest.mark.parametrize(
-    "act",
-    [
-        lambda rank, signals: rank.fail(report()),
-        lambda rank, signals: rank.end(-signal.SIGKILL),
-        lambda rank, signals: signals.put(signal.SIGTERM),
-        lambda rank, signals: rank.fail(report(is_consequence=True, is_timeout=True)),
-    ],
-)
-def test_who_ends_the_ranks_says_so_once(act):
-    told = []
-    failing, other = PlayedRank(0), PlayedRank(1)
-    with watching(failing, other, on_ending=told.append) as (watch, signals):
-        act(failing, signals)
-        watch.finish()
-    assert len(told) == 1
-
-
-def test_what_other_machines_said_is_no_signal_afterwards():
-    with SignalInbox() as signals:
-        signals.put(FAILED_ELSEWHERE)

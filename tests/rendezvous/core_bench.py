@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from gradsync.rendezvous.frames import (
-    NEXT_GENERATION,
     THE_WORLD,
     Close,
     Ended,
@@ -64,16 +63,13 @@ class Bench:
         self,
         connection: int,
         rank: int,
-        generation: int = NEXT_GENERATION,
         world_size: int = 0,
         *,
         pid: int = 0,  # a process that nobody looks at
         machine: str = SERVER,
-        start: str | None = None,
     ) -> int:
         size = world_size or self.world_size
-        who = machine, "node7", pid, start
-        return self.send(connection, FrameType.JOIN, rank, size, generation, *who)
+        return self.send(connection, FrameType.JOIN, rank, size, machine, "node7", pid)
 
     def cancel(self, connection: int, sequence: int) -> None:
         """What a client does at its deadline."""

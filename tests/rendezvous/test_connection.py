@@ -77,7 +77,7 @@ class Wire:
         return self.connection.run_once(has_input=True)
 
     def join(self) -> None:
-        self.connection.post(FrameType.JOIN, 0, 2, 0, "machine", "node7", 7, None)
+        self.connection.post(FrameType.JOIN, 0, 2, "machine", "node7", 7)
         assert self.received() == [FrameType.JOIN]
 
     def beat(self, times: int, seconds: float = 0.5) -> list[FrameType]:
@@ -159,10 +159,9 @@ def test_lost_server_is_a_failure_that_sticks(wire: Wire, state: ProcessState) -
 
 def test_a_refused_message_that_nobody_waits_for_is_logged(wire: Wire, caplog) -> None:
     wire.join()
-    wire.push((FrameType.REFUSED, 9, INVALID, "got ENDED for rank 2; the current start of the run has 2 ranks"))
+    wire.push((FrameType.REFUSED, 9, INVALID, "leave needs existing ranks"))
     assert [record.getMessage() for record in caplog.records] == [
-        "rank 0/2: the rendezvous server refused a message: got ENDED for rank 2; "
-        "the current start of the run has 2 ranks"
+        "rank 0/2: the rendezvous server refused a message: leave needs existing ranks"
     ]
 
 

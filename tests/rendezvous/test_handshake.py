@@ -34,7 +34,7 @@ def shake(
 ) -> tuple[Session, Session]:
     """Runs a handshake; `mutate(step, data)` may alter what travels at steps 0, 1 and 2."""
     change = mutate or (lambda step, data: data)
-    client = ClientHandshake(client_secret, b"c" * 24)
+    client = ClientHandshake(client_secret, b"c" * 32)
     server = ServerHandshake(server_secret, run_id, b"n" * 32)
     challenge = server.receive(cut(change(0, client.hello())))
     proof, client_session = client.receive(cut(change(1, challenge)))
@@ -78,7 +78,7 @@ def test_every_mutated_transcript_is_refused() -> None:
 
 def test_proof_reflected_from_the_challenge_is_refused() -> None:
     server = ServerHandshake(SECRET, "run", b"n" * 32)
-    challenge = server.receive(cut(ClientHandshake(SECRET, b"c" * 24).hello()))
+    challenge = server.receive(cut(ClientHandshake(SECRET, b"c" * 32).hello()))
     assert isinstance(challenge, bytes)
     reflected = cut(challenge)
     with pytest.raises(FrameError):
@@ -86,7 +86,7 @@ def test_proof_reflected_from_the_challenge_is_refused() -> None:
 
 
 def test_proof_of_an_earlier_connection_is_refused() -> None:
-    client = ClientHandshake(SECRET, b"c" * 24)
+    client = ClientHandshake(SECRET, b"c" * 32)
     old = ServerHandshake(SECRET, "run", b"1" * 32).receive(cut(client.hello()))
     assert isinstance(old, bytes)
     old_proof, _ = client.receive(cut(old))
@@ -98,7 +98,7 @@ def test_proof_of_an_earlier_connection_is_refused() -> None:
 
 def test_longest_challenge_fits_before_authentication() -> None:
     server = ServerHandshake(SECRET, "r" * MAX_RUN_ID_BYTES, b"n" * 32)
-    challenge = server.receive(cut(ClientHandshake(SECRET, b"c" * 24).hello()))
+    challenge = server.receive(cut(ClientHandshake(SECRET, b"c" * 32).hello()))
     assert isinstance(challenge, bytes)
     assert len(challenge) <= MAX_HANDSHAKE_FRAME_BYTES
 
@@ -133,6 +133,14 @@ OLD_FRAMES = {
         + b"run".hex()
         + "a1d2533a373e48ba4ee6d6abaae6d4001c0fc94ae9b71bc1aa3b7d06abdda306",
     ),
+    13: (
+        "000000520100000000000000006772616473796e630d" + "00" * 8 + "63" * 24 + "00" * 32,
+        "000000610200000000000000006772616473796e630d"
+        + "6e" * 32
+        + "bc020a35b7f9cb1300000007"
+        + b"run".hex()
+        + "89b31d5863d0ef2c23efbf501d598b3aeb301bafb8a702a6efdec2a3cb813632",
+    ),
 }
 
 
@@ -149,12 +157,12 @@ def test_versions_that_do_not_fit_are_told_apart_in_the_handshake(version: int) 
     with pytest.raises(
         RendezvousError, match=f"speaks protocol version {version}, this side version {PROTOCOL_VERSION}; run the same"
     ):
-        ClientHandshake(SECRET, b"c" * 24).receive(cut(bytes.fromhex(old_challenge)))
+        ClientHandshake(SECRET, b"c" * 32).receive(cut(bytes.fromhex(old_challenge)))
 
 
 @pytest.mark.parametrize("machine", ["", "boot pid:[1]"])
 def test_the_client_learns_which_process_the_server_is(machine: str) -> None:
-    client = ClientHandshake(SECRET, b"c" * 24)
+    client = ClientHandshake(SECRET, b"c" * 32)
     server = ServerHandshake(SECRET, "run", b"n" * 32, ServerProcess.of(machine, 4711))
     challenge = server.receive(cut(client.hello()))
     assert isinstance(challenge, bytes)

@@ -88,4 +88,4 @@ def test_when_the_hosting_rank_reaches_its_deadline_the_others_get_the_missing_r
         assert isinstance(error, RendezvousTimeout)
         assert error.missing_ranks == (2,)
     assert "joining reached its deadline of" in str(at_host)
-    assert "joining ended, because the rank or node that hosts the server reached its deadline; missing" in str(other)
+    assert "joining ended, because the rank that hosts the server reached its deadline; missing" in str(other)

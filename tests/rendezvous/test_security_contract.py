@@ -19,7 +19,6 @@ from gradsync.rendezvous import server as server_module
 from gradsync.rendezvous import wire
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import (
-    NEXT_GENERATION,
     THE_WORLD,
     Close,
     FrameType,
@@ -27,10 +26,9 @@ from gradsync.rendezvous.frames import (
     Received,
     Send,
 )
-from gradsync.rendezvous.handshake import NONCE_BYTES, RANDOM_BYTES, ClientHandshake, ServerHandshake
+from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
 from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.server import RendezvousServer, ServerConnection
-from gradsync.rendezvous.sockets import send_some
 from gradsync.rendezvous.wire import FrameError, pack_frame
 
 SECRET = bytes(range(32))
@@ -124,7 +122,7 @@ def test_what_follows_the_secret_on_standard_input_is_left_to_others() -> None:
 
 def test_nothing_is_decoded_before_its_mac_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     server = ServerHandshake(SECRET, "run", bytes(NONCE_BYTES))
-    client = ClientHandshake(SECRET, bytes(RANDOM_BYTES))
+    client = ClientHandshake(SECRET, bytes(NONCE_BYTES))
     proof, upper = client.receive(frame_of(server.receive(frame_of(client.hello()))))
     lower = server.receive(frame_of(proof))
     sealed = upper.seal(FrameType.LEAVE, THE_WORLD, None, 0)
@@ -184,13 +182,9 @@ def test_strangers_are_bounded_and_cost_no_threads() -> None:
         assert set(threading.enumerate()) <= threads
 
 
-#: The end of a JOIN: machine, host, pid, start.
-PROCESS = ("m", "node7", 7, None)
-
-
 def test_an_id_is_given_only_when_every_rank_has_authenticated_and_joined() -> None:
     core = RendezvousCore(2, machine="m")
-    join = Message(FrameType.JOIN, 2, (0, 2, NEXT_GENERATION, *PROCESS))
+    join = Message(FrameType.JOIN, 2, (0, 2, "m", "node7", 7))
     core.handle(0.0, Received(1, join))
     for early in (
         Message(FrameType.SET, 3, ("id", bytes(128), True)),
@@ -225,25 +219,3 @@ def test_a_stranger_s_connection_reads_no_more_than_a_handshake_at_once() -> Non
     connection = ServerConnection(1, Stream(), ServerHandshake(SECRET, "run", bytes(NONCE_BYTES)), 0.0)
     assert connection.receive() == []
     assert asked == [512]
-
-
-def test_a_session_is_for_the_generation_that_its_hello_has_named() -> None:
-    """The keys are bound to it, and JOIN has to repeat it: a rank of another generation cannot come in."""
-    for joined, is_taken in ((5, True), (6, False), (NEXT_GENERATION, False)):
-        client = ClientHandshake(SECRET, bytes(RANDOM_BYTES), 5)
-        left, right = socket.socketpair()
-        with left, right:
-            connection = ServerConnection(1, right, ServerHandshake(SECRET, "run", bytes(NONCE_BYTES)), 0.0)
-            left.sendall(client.hello())
-            assert connection.receive() == []
-            send_some(right, connection.output)
-            proof, session = client.receive(frame_of(left.recv(512)))
-            left.sendall(proof + session.seal(FrameType.JOIN, 0, 2, joined, *PROCESS))
-            if is_taken:
-                [message] = connection.receive()
-                assert message.fields[2] == 5
-            else:
-                with pytest.raises(
-                    FrameError, match=f"HELLO named generation 5, but its JOIN names generation {joined}"
-                ):
-                    connection.receive()

@@ -22,7 +22,7 @@ from gradsync.errors import InvalidArgument, RankFailed, RendezvousError
 from gradsync.rendezvous import server as server_module
 from gradsync.rendezvous.connection import Connection
 from gradsync.rendezvous.frames import THE_WORLD, Action, Event, FrameType, Received
-from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake
+from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake
 from gradsync.rendezvous.server import RendezvousServer
 
 
@@ -193,7 +193,7 @@ def test_strangers_that_send_byte_by_byte_are_closed_by_it_too(monkeypatch) -> N
     monkeypatch.setattr(server_module, "HANDSHAKE_SECONDS", 0.2)
     with RendezvousServer(1, secret=SECRET) as server:
         host, port = server.address.split(":")
-        hello = ClientHandshake(SECRET, bytes(RANDOM_BYTES)).hello()
+        hello = ClientHandshake(SECRET, bytes(NONCE_BYTES)).hello()
         with socket.create_connection((host, int(port)), timeout=30) as stream:
             sent = 0
             while sent < len(hello) - 1 and not select.select([stream], [], [], 0.05)[0]:

@@ -1,21 +1,27 @@
-"""The address and secret of the rendezvous server for `gs.launcher`, which this launcher or another launcher hosts.
+"""Several launchers of one run, `gs.launcher(rank_start=)` or `gradsync run --nnodes`: the first hosts the server.
 
-Several launchers need a common secret, from GRADSYNC_SECRET_FILE or GRADSYNC_SECRET on every node. On loopback neither
-variable needs to be set. The first launcher then writes a new secret to a file of mode 0600 in the user's runtime
-directory, and the ranks of the other launchers read this file. If gradsync did not launch the ranks, rank 0 makes and
-writes the secret (`rendezvous/hosting.py`).
+The launchers do not talk to each other. Each starts its own ranks, and all ranks dial the first launcher's server. When
+a rank dies, the server tells all the others, and each launcher ends its ranks as soon as one of them fails.
+
+The launchers need a common secret, from GRADSYNC_SECRET_FILE or GRADSYNC_SECRET on every node, or --secret-file. With
+`gs.launcher` on loopback none needs to be set. The first launcher then writes a new secret to a file of mode 0600 in
+the user's runtime directory, and the ranks of the other launchers read this file. If gradsync did not launch the ranks,
+rank 0 makes and writes the secret (`rendezvous/hosting.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from gradsync.arguments import join_address
-from gradsync.environment import SECRET, SECRET_FILE, take_secret
-from gradsync.errors import AuthenticationError
+from gradsync.arguments import join_address, parse_address
+from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, SECRET, SECRET_FILE, read_secret_option, take_secret
+from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
+from gradsync.launching.output import Notices
 from gradsync.machine import interface_of
 from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path
 from gradsync.rendezvous.sockets import bind_listener, format_address, is_loopback, look_up
@@ -28,6 +34,101 @@ def own_address(host: str) -> str | None:
     except (OSError, ValueError):  # not a host name or address
         return None
     return None if not host or interface_of(address) is None else address
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The options of `gradsync run` on several machines; made by `check_nodes`.
+
+    Attributes:
+        count: the number of machines.
+        number: the number of this machine, from 0.
+        rendezvous: host:port of the rendezvous server, as the user wrote it.
+        secret: the secret of the run.
+    """
+
+    count: int
+    number: int
+    rendezvous: str
+    secret: bytes = field(repr=False)
+
+
+def check_nodes(
+    nnodes: int | None, node_rank: int | None, rendezvous: str | None, secret_file: str | None, max_restarts: int
+) -> Nodes | None:
+    """Returns the options of a run on several machines; None for a run on one machine.
+
+    Raises:
+        InvalidArgument: an option is missing, malformed or out of its range, or allowed only for several machines, or
+            for one; or the secret cannot be read.
+    """
+    if nnodes is None:
+        given = {"--node-rank": node_rank, "--rendezvous": rendezvous, "--secret-file": secret_file}
+        for option, value in given.items():
+            if value is not None:
+                raise InvalidArgument(f"{option} needs --nnodes, the number of machines")
+        return None
+    if node_rank is not None and node_rank >= nnodes:
+        raise InvalidArgument(f"--node-rank needs to be from 0 to {nnodes - 1} with --nnodes {nnodes}, got {node_rank}")
+    if nnodes == 1:
+        return None
+    if node_rank is None:
+        raise InvalidArgument(f"--nnodes {nnodes} needs --node-rank, this machine's number from 0 to {nnodes - 1}")
+    if max_restarts:
+        raise InvalidArgument(
+            f"--max-restarts works on one machine only, and --nnodes is {nnodes}: the launchers of several machines do "
+            "not talk to each other; let the scheduler start all of them again after a failure"
+        )
+    if rendezvous is None:
+        raise InvalidArgument(
+            f"--nnodes {nnodes} needs --rendezvous HOST:PORT, the same on every machine: an address of the machine "
+            "with --node-rank 0, and a port that is free there"
+        )
+    try:
+        host, _ = parse_address(rendezvous)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"--rendezvous: {error}") from None
+    if host in ("0.0.0.0", "::"):
+        raise InvalidArgument(
+            f"--rendezvous needs an address of the machine with --node-rank 0, by which the others reach it, got {host}"
+        )
+    secret = take_secret() if secret_file is None else read_secret_option(secret_file)
+    if secret is None:
+        raise InvalidArgument(
+            f"--nnodes {nnodes} needs --secret-file (or {SECRET_FILE}), so that nobody else can join the run: make one "
+            f"with: {HOW_TO_MAKE_A_SECRET_FILE}, and copy it to every machine"
+        )
+    return Nodes(nnodes, node_rank, rendezvous, secret)
+
+
+@contextlib.contextmanager
+def node_endpoint(nodes: Nodes, notices: Notices) -> Iterator[tuple[Endpoint, socket.socket | None]]:
+    """Yields the endpoint of the rendezvous server for `gradsync run --nnodes`, and on node 0 the server's socket.
+
+    Raises:
+        RendezvousError: on node 0, the address does not belong to this machine, or the port is taken.
+    """
+    if nodes.number > 0:
+        yield Endpoint(nodes.rendezvous, nodes.secret), None
+        return
+    host, port = parse_address(nodes.rendezvous)
+    try:
+        listener = bind_listener(host, port, if_taken="name another port in --rendezvous, on every machine")
+    except RendezvousError as error:
+        if isinstance(error.__context__, OSError) and error.__context__.errno == errno.EADDRINUSE:
+            raise
+        raise RendezvousError(
+            f"{error}; node 0 hosts the rendezvous server: start it on the machine with the address {host!r}, or name "
+            "an address of this machine in --rendezvous, on every machine"
+        ) from None
+    with listener:
+        address = listener.getsockname()[0]
+        if host not in ("localhost", address) and is_loopback(address):  # /etc/hosts of Debian and Docker
+            notices.print(
+                f"gradsync: warning: on this machine {host!r} has the address {address}, which no other machine can "
+                "reach; name another address in --rendezvous, on every machine"
+            )
+        yield Endpoint(format_address(listener), nodes.secret), listener
 
 
 @contextlib.contextmanager

@@ -16,10 +16,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gradsync import environment
-from gradsync.arguments import DEFAULT_GRACE_SECONDS, check_integer, check_port, check_seconds, integer_of
+from gradsync.arguments import (
+    DEFAULT_GRACE_SECONDS,
+    check_integer,
+    check_port,
+    check_seconds,
+    integer_of,
+    parse_address,
+    port_beside,
+)
 from gradsync.environment import ALLOW_SHARED_GPU, variables_of_mpi
 from gradsync.errors import BackendUnavailable, InvalidArgument
-from gradsync.machine import blas_thread_variables, count_gpus, interface_of, visible_gpus
+from gradsync.machine import address_towards, blas_thread_variables, count_gpus, interface_of, visible_gpus
 from gradsync.rendezvous.secret_files import Endpoint
 
 _WHO = "the launch"
@@ -63,7 +71,8 @@ class Job:
         rank_start: the rank of the first process on this machine.
         backend: the backend that `init_process_group("auto")` chooses in the ranks.
         master_addr: the value of MASTER_ADDR in the ranks, for the user's own use.
-        master_port: the value of MASTER_PORT in the ranks, for the user's own use; None or 0 chooses a free port.
+        master_port: the value of MASTER_PORT in the ranks, for the user's own use; None or 0 chooses a free port, or
+            the port next to the rendezvous server's if several launchers share it.
         rendezvous_port: the port of the rendezvous server on 127.0.0.1, if `endpoint` is None; 0 chooses a free port.
         endpoint: the address and secret of the rendezvous server, if the caller has chosen them, for example because
             several launchers share the server. By default the supervisor hosts a server with a new secret.
@@ -76,8 +85,8 @@ class Job:
             GRADSYNC_STATE_DIR.
         removed_variables: the names of variables of this process that ranks do not inherit.
         variables: further environment variables of the ranks.
-        own_address: the address of this machine's interface towards the other machines; None if there are no other
-            machines, or the address is not known.
+        own_address: the address of this machine's interface towards the rendezvous server, if several launchers share
+            it and the address is known; else None.
 
     Raises:
         InvalidArgument: a number is out of its range.
@@ -101,7 +110,7 @@ class Job:
     state_dir: str | None = None
     removed_variables: frozenset[str] = frozenset()
     variables: Mapping[str, str] = field(default_factory=dict)
-    own_address: str | None = None
+    own_address: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if sys.platform != "linux":
@@ -116,6 +125,10 @@ class Job:
         check_seconds(_WHO, "the grace period", self.grace_seconds)
         if self.world_size == 0:
             self.world_size = self.rank_start + self.n_ranks
+        if self.endpoint is not None and self.n_ranks < self.world_size:
+            host, port = parse_address(self.endpoint.address)
+            self.own_address = address_towards(host, port)
+            self.master_port = self.master_port or port_beside(port)
 
     @property
     def ranks(self) -> range:
@@ -164,8 +177,6 @@ def rank_environment(
     }
     if endpoint.secret:
         own[environment.HOSTED] = "1"
-    if endpoint.start is not None:
-        own[environment.START] = endpoint.start
     if job.state_dir is not None:
         own[environment.STATE_DIR] = os.path.abspath(job.state_dir)
     if job.gpus is not None:
@@ -177,14 +188,12 @@ def rank_environment(
         environment.SECRET_FILE,
         environment.HOSTED,
         environment.STATE_DIR,
-        environment.START,
     }
     removed = job.removed_variables | of_gradsync | variables_of_mpi(environ)
     kept = {name: value for name, value in environ.items() if name not in removed}
     blas = blas_thread_variables(job.n_ranks, environ)
     torchrun = {
-        # torchrun calls a machine a group. These values are right if all machines have equally many ranks; `nodes.py`
-        # replaces them by the true values.
+        # torchrun calls a machine a group. These values are right if all machines have equally many ranks.
         "GROUP_RANK": str(job.rank_start // job.n_ranks),
         "GROUP_WORLD_SIZE": str(-(-job.world_size // job.n_ranks)),
         "ROLE_NAME": "default",

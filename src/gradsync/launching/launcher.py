@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
-from gradsync.arguments import check_integer, check_port, integer_of, parse_address, port_beside
+from gradsync.arguments import check_integer, check_port, integer_of
 from gradsync.backends import BACKENDS
 from gradsync.errors import InvalidArgument
-from gradsync.machine import address_towards, default_process_count
+from gradsync.machine import default_process_count
 
 _DEVICE_BACKENDS = {"auto": "auto", "cpu": "shm", "gpu": "nccl"}
 _DECORATED = "_gradsync_launcher"
@@ -190,10 +190,6 @@ def _run_on_ranks(
     name = launch.function_name(function)
     target = launch.function_target(call, args, kwargs, name, who="launcher")
     with launcher_endpoint(host, port, rank_start, has_others=has_others) as (endpoint, listener):
-        master_port = own_address = None
-        if endpoint is not None and has_others:
-            own_address = address_towards(*parse_address(endpoint.address))
-            master_port = port_beside(parse_address(endpoint.address)[1])  # the port next to the rendezvous port
         job = Job(
             target,
             count,
@@ -201,11 +197,9 @@ def _run_on_ranks(
             rank_start=rank_start,
             backend=backend,
             master_addr=host,
-            master_port=master_port,
             rendezvous_port=port,
             endpoint=endpoint,
             listener=listener,
-            own_address=own_address,
         )
         outcome = supervise(job)
     launch.raise_for_signal(outcome)

@@ -189,21 +189,18 @@ def failure_text(outcome: Outcome) -> str:
     if outcome.signal_number is not None and root.was_asked_to_end and root.exit_code is not None:
         return "".join(_hanging(others))  # the ranks ended because the launcher asked them to end
     missed = {rank.error.missed_rank for rank in outcome.ranks if rank.error is not None}
-    lines = [lines_on_others(others)]
+    lines = _lines_on_others(others)
     for rank in others:
         name = f"gradsync: rank {rank.rank} (pid {rank.pid})"
         if rank.exit_code == 0 and rank.rank in missed:
             lines.append(f"{name} ended with exit code 0 before this failure\n")
         if rank.was_paused:
             lines.append(f"{name} was paused by a signal (SIGSTOP?)\n")
-    return "".join(lines) + cause_text(outcome)
+    return "".join(lines) + _cause_text(outcome, root)
 
 
-def cause_text(outcome: Outcome) -> str:
-    """Returns the last part of the report of a failed run: the cause, and its traceback; "" if no rank failed."""
-    root = outcome.root_cause
-    if root is None:
-        return ""
+def _cause_text(outcome: Outcome, root: RankOutcome) -> str:
+    """Returns the last part of the report of a failed run: the cause, and its traceback."""
     text = root.error.text if root.error else ""
     missed = root.error.missed_rank if root.error is not None and root.error.is_consequence else None
     shown = next((rank for rank in outcome.ranks if rank.rank == missed), root)
@@ -215,7 +212,7 @@ def cause_text(outcome: Outcome) -> str:
     return f"{lines}gradsync: {outcome.describe_cause()}{':' if text else ''}\n{text}"
 
 
-def lines_on_others(ranks: Iterable[RankOutcome]) -> str:
+def _lines_on_others(ranks: Iterable[RankOutcome]) -> list[str]:
     """Returns lines about failed ranks, without tracebacks: one for each different error, and for each hanging rank."""
     by_text: dict[str, list[RankOutcome]] = {}
     for rank in ranks:
@@ -225,7 +222,7 @@ def lines_on_others(ranks: Iterable[RankOutcome]) -> str:
         f"gradsync: {name_ranks([rank.rank for rank in group])} also failed: {text}\n"
         for text, group in by_text.items()
     ]
-    return "".join(lines + _hanging(ranks))
+    return lines + _hanging(ranks)
 
 
 def _hanging(ranks: Iterable[RankOutcome]) -> list[str]:

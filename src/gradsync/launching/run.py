@@ -11,7 +11,8 @@ from importlib.machinery import PathFinder
 
 from gradsync import environment
 from gradsync.diagnostics.trace import make_folder
-from gradsync.errors import InvalidArgument
+from gradsync.errors import InvalidArgument, name_ranks
+from gradsync.launching.hosting import check_nodes, node_endpoint
 from gradsync.launching.job import Job, Target, choose_gpus, parse_gpus
 from gradsync.launching.outcome import failure_text
 from gradsync.launching.output import REPORT_SECONDS, Notices, OutputForwarder
@@ -39,8 +40,6 @@ def run_command(
     node_rank: int | None,
     rendezvous: str | None,
     secret_file: str | None,
-    join_timeout_seconds: float,
-    node_address: str | None,
     trace_dir: str | None,
     debug: bool,
     own_options: Collection[str] = (),
@@ -56,14 +55,10 @@ def run_command(
 
     Raises:
         InvalidArgument: an option does not fit this machine, the script, or the other options.
-        GradsyncError: the ranks cannot be started; see `supervise` and `run_on_nodes`.
+        GradsyncError: the ranks cannot be started; see `supervise` and `node_endpoint`.
     """
     notices = Notices(sys.stderr)
-    nodes = None
-    if any(option is not None for option in (nnodes, node_rank, rendezvous, secret_file, node_address)):
-        from gradsync.launching.nodes import check_node_options
-
-        nodes = check_node_options(nnodes, node_rank, rendezvous, secret_file, join_timeout_seconds, node_address)
+    nodes = check_nodes(nnodes, node_rank, rendezvous, secret_file, max_restarts)
     misplaced = arguments[0].partition("=")[0] if arguments else ""
     if nprocs is None and misplaced.startswith("-") and misplaced in own_options:
         text = f"{misplaced} comes after {script}, so it goes to the script; put gradsync's options before the script"
@@ -82,7 +77,8 @@ def run_command(
             notices.print(f"gradsync: warning: no NVIDIA GPU is found here, so the ranks cannot use --gpus {gpus}")
         devices = tuple(choose_gpus(devices, n_ranks, os.environ))
     shows_prefix = n_ranks > 1 or nodes is not None if prefix is None else prefix
-    reading_rank = _stdin_rank(stdin_rank, n_ranks if nodes is None else None)
+    world_size = n_ranks * (1 if nodes is None else nodes.count)
+    reading_rank = _stdin_rank(stdin_rank, world_size)
     variables: dict[str, str] = {}
     if trace_dir is not None:
         variables[environment.TRACE] = str(make_folder(trace_dir, "--trace"))
@@ -95,10 +91,24 @@ def run_command(
             sys.stdout, sys.stderr, prefix=shows_prefix, log_dir=log_dir, restart=restart, ranks_elsewhere=elsewhere
         )
 
-    with _state_dir(state_dir, max_restarts) as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_state_dir(state_dir, max_restarts))
+        rank_start, endpoint, listener = 0, None, None
+        if nodes is not None:
+            rank_start = nodes.number * n_ranks
+            endpoint, listener = stack.enter_context(node_endpoint(nodes, notices))
+            ranks = name_ranks(range(rank_start, rank_start + n_ranks))
+            notices.print(
+                f"gradsync: node {nodes.number} of {nodes.count}: {ranks} of {world_size}; rendezvous at "
+                f"{nodes.rendezvous}"
+            )
         job = Job(
             target,
             n_ranks,
+            world_size=world_size,
+            rank_start=rank_start,
+            endpoint=endpoint,
+            listener=listener,
             backend=backend,
             gpus=devices,
             stdin_rank=reading_rank,
@@ -107,27 +117,21 @@ def run_command(
             state_dir=folder,
             variables=variables,
         )
-        if nodes is not None:
-            from gradsync.launching.nodes import run_on_nodes
-
-            exit_code = run_on_nodes(nodes, job, make_output, notices)
-        else:
-            outcome = supervise(job, make_output=make_output, notices=notices)
-            exit_code = outcome.exit_code
-            if text := failure_text(outcome).rstrip("\n"):
-                # After a signal the user wants the job to end, so a blocked terminal must not delay the end.
-                wait_seconds = None if outcome.signal_number is None else REPORT_SECONDS
-                notices.print(text, wait_seconds=wait_seconds)
+        outcome = supervise(job, make_output=make_output, notices=notices)
+    exit_code = outcome.exit_code
+    if text := failure_text(outcome).rstrip("\n"):
+        # After a signal the user wants the job to end, so a blocked terminal must not delay the end.
+        wait_seconds = None if outcome.signal_number is None else REPORT_SECONDS
+        notices.print(text, wait_seconds=wait_seconds)
     return exit_code
 
 
-def _stdin_rank(text: str, n_ranks: int | None) -> int | None:
-    """Returns the rank that reads standard input. `n_ranks` is None if the number of ranks is not known yet."""
+def _stdin_rank(text: str, world_size: int) -> int | None:
+    """Returns the rank that reads standard input; None if no rank does."""
     if text == "none":
         return None
-    if not text.isascii() or not text.isdigit() or (n_ranks is not None and int(text) >= n_ranks):
-        range_text = "0 upwards" if n_ranks is None else f"0 to {n_ranks - 1}"
-        raise InvalidArgument(f"--stdin needs a rank from {range_text}, or 'none', got {text!r}")
+    if not text.isascii() or not text.isdigit() or int(text) >= world_size:
+        raise InvalidArgument(f"--stdin needs a rank from 0 to {world_size - 1}, or 'none', got {text!r}")
     return int(text)
 
 

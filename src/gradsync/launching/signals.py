@@ -19,9 +19,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
 
 _LAST_STANDARD_DESCRIPTOR = 2
 
-#: A number in the pipe of signals that means: the run has failed on another machine. No signal has this number.
-FAILED_ELSEWHERE = 254
-
 
 class SignalInbox:
     """A context in which SIGINT, SIGTERM, SIGHUP and SIGTSTP have no effect, and the inbox collects these signals.
@@ -99,7 +96,7 @@ class SignalInbox:
             data = os.read(self.descriptor, 64)
         except BlockingIOError:
             return []
-        ours = [number for number in data if number in _SIGNALS or number >= signal.NSIG]
+        ours = [number for number in data if number in _SIGNALS]
         if len(ours) < len(data) and self._previous_wakeup not in (None, -1):
             with contextlib.suppress(OSError):  # forward to the program's wake-up pipe, such as asyncio's
                 os.write(self._previous_wakeup, bytes(number for number in data if number not in ours))

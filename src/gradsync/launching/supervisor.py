@@ -26,16 +26,16 @@ from gradsync.launching.job import Job, log_added_variables, rank_environment
 from gradsync.launching.outcome import OomWatch, Outcome, failure_text
 from gradsync.launching.output import REPORT_SECONDS, Notices
 from gradsync.launching.rank_process import RankProcess, start_record
-from gradsync.launching.signals import FAILED_ELSEWHERE, SignalInbox
+from gradsync.launching.signals import SignalInbox
 from gradsync.rendezvous.secret_files import Endpoint
 from gradsync.rendezvous.sockets import bind_listener, format_address, raise_limit
 
 if TYPE_CHECKING:
     from gradsync.launching.output import OutputForwarder
-    from gradsync.rendezvous.client import RendezvousClient
     from gradsync.rendezvous.server import RendezvousServer
 
-_LEAVING_SECONDS = 5.0  # how long this launcher's server waits for the ranks of other launchers to leave
+_LEAVING_SECONDS = 5.0  # after a failure: how long this launcher's server waits for the ranks of other launchers
+_TELL_AFTER_SECONDS = 5.0
 _LAST_OUTPUT_SECONDS = 2.0  # how long to wait for a blocked terminal after a signal or an exception
 _CHECK_SIGNALS_SECONDS = 0.2
 _FILES_OF_A_RANK = 9  # pipes for status, report, commands and output; the result; the connection to the server
@@ -106,11 +106,7 @@ class Supervisor:
         job, make_output, notices: see `supervise`.
         signals: the signals to this process, in a `SignalInbox` whose `with` block has begun. Each signal ends the job.
         restart: the number of times that the ranks have been started before.
-        server: the connection to a server that the launchers of several machines share. The supervisor reports the
-            start and end of each rank to this server; by default to the server that this process hosts.
         on_change: a function that `finish` calls with a rank when this rank has begun, reported or ended.
-        on_ending: a function that is called with the outcome so far, in the caller's thread, before the launcher first
-            asks the ranks to end. If a failure leaves no rank to ask, the function is called when all ranks have ended.
 
     Attributes:
         ranks: the rank processes.
@@ -124,9 +120,7 @@ class Supervisor:
         make_output: MakeOutput | None = None,
         notices: Notices | None = None,
         restart: int = 0,
-        server: RendezvousClient | None = None,
         on_change: Callable[[RankProcess], None] | None = None,
-        on_ending: Callable[[Outcome], None] | None = None,
     ) -> None:
         self._job = job
         self._signals = signals
@@ -134,16 +128,14 @@ class Supervisor:
         self._notices = notices or Notices(None)
         self._restart = restart
         self._on_change = on_change
-        self._on_ending = on_ending
         self._stack = contextlib.ExitStack()
         self._output: OutputForwarder | None = None
-        self._server: RendezvousServer | RendezvousClient | None = server
+        self._server: RendezvousServer | None = None  # while this process hosts it
         self.ranks: list[RankProcess] = []
         self._running: dict[int, RankProcess] = {}
         self._named_to_server: set[int] = set()  # ranks whose start the server knows
         self._n_failures = 0
         self._signal_number: int | None = None  # the signal that ends the job, once one has come
-        self._has_failed_elsewhere = False
         self._steps: list[_Step] = []
         self._step_time = 0.0
         self._asked_to_end = False
@@ -207,22 +199,27 @@ class Supervisor:
     def finish(self) -> Outcome:
         """Waits until the ranks have ended, and shows the rest of their output; returns how the ranks ended."""
         self._wait_for_ends()
-        if self._n_failures and not self._asked_to_end and self._on_ending is not None:  # no rank was left to end
-            self._on_ending(self._outcome())
+        self._wait_for_other_launchers()
         # Wait for a slow reader of the output, but only until a signal comes.
         while self._output is not None and self._signal_number is None:
             if self._output.finish(_CHECK_SIGNALS_SECONDS):
                 break
             self._is_asked_to_end()
-        return self._outcome()
-
-    def _outcome(self) -> Outcome:
-        """Returns how the ranks have ended so far."""
         outcomes = tuple(rank.outcome for rank in self.ranks)
         if self._output is not None:
             for outcome in outcomes:
                 outcome.last_lines = tuple(self._output.tail(outcome.rank))
         return Outcome(outcomes, self._signal_number)
+
+    def _wait_for_other_launchers(self) -> None:
+        """If all went well here, keeps the server until the ranks of other launchers have left, or a signal comes."""
+        if self._server is None or self._job.world_size == self._job.n_ranks or self._n_failures:
+            return
+        tell_at = time.monotonic() + _TELL_AFTER_SECONDS
+        while not self._is_asked_to_end() and not self._server.wait_until_empty(_CHECK_SIGNALS_SECONDS):
+            if time.monotonic() > tell_at:
+                tell_at = float("inf")
+                self._notices.print("gradsync: the ranks of this machine have ended; waiting for the other machines")
 
     # -- Starting ------------------------------------------------------------------------------------------------
 
@@ -278,7 +275,7 @@ class Supervisor:
         """Handles the signals that have arrived; returns whether the job has to end."""
         for number in self._signals.read():
             self._handle_signal(number)
-        return self._signal_number is not None or self._has_failed_elsewhere
+        return self._signal_number is not None
 
     def _wait_for_ends(self) -> None:
         """Waits until all ranks have ended or were abandoned; ends all ranks when one fails or a signal comes."""
@@ -377,10 +374,7 @@ class Supervisor:
         later Ctrl-C kills the ranks, and other later signals do nothing. Ctrl-Z suspends the ranks and this process.
         """
         grace_seconds = self._job.grace_seconds
-        if number == FAILED_ELSEWHERE:
-            self._has_failed_elsewhere = True
-            self._end_after(_ROOT_CAUSE_SECONDS)  # a rank on this machine may have caused the failure
-        elif number == signal.SIGTSTP:
+        if number == signal.SIGTSTP:
             self._suspend()
         elif self._signal_number is None:
             self._signal_number = number
@@ -431,8 +425,6 @@ class Supervisor:
         if number == _GIVE_UP:
             self._gave_up = True
             return
-        if not self._asked_to_end and self._on_ending is not None:
-            self._on_ending(self._outcome())
         were_asked, self._asked_to_end = self._asked_to_end, True
         if number == signal.SIGKILL:
             why = ", which did not end when asked" if were_asked else ""

@@ -5,8 +5,7 @@ The rest of gradsync imports only these names:
 - `client.RendezvousClient`: a rank's membership of a generation, or of a group of its ranks. `connect`, `group`,
   `close`, `abandon`; `set`, `get(from_rank=)`, `delete`, `exchange`, `barrier`; `agree`, `launched_position`, `follow`,
   `unfollow`; `announce_left`, `left_ranks`; `check`, `has_failed`, `report_failure`, `report_waiting`, `report_stuck`,
-  `describe_with`. The process group connects and closes, and communicators use the other methods. Launchers of several
-  machines also use `begin_start`, `note_start` and `note_end`.
+  `describe_with`. The process group connects and closes, and communicators use the other methods.
 - `server.RendezvousServer`: `start`, `serve_forever`, `stop`, `wait_until_empty`, `abandon`; a launcher reports the
   start and end of its processes with `note_start` and `note_end`. Launchers, and ranks that host the server, use this
   class.

@@ -1,8 +1,7 @@
 """The rendezvous client: a rank joins a generation, and shares keys, barriers and failures with the other ranks.
 
-The process group, the communicators and the launchers of several machines use this module. The same class is used for
-the world and for groups. A group is a subset of the ranks. The group's name is the prefix of the names of its keys,
-barriers and groups.
+The process group and the communicators use this module. The same class is used for the world and for groups. A group is
+a subset of the ranks. The group's name is the prefix of the names of its keys, barriers and groups.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from gradsync.rendezvous.connection import (
 from gradsync.rendezvous.frames import (
     MAX_NAME_BYTES,
     MAX_RANKS,
-    NEXT_GENERATION,
     Calls,
     Decision,
     FrameType,
@@ -59,7 +57,6 @@ class RendezvousClient:
         label: this rank in messages, e.g. "rank 1/4", or "rank 1/2 of group 'pair' (rank 2 of the world)".
         generation: the generation's number, counted by the server from 1.
         address: the server's address.
-        own_host: this machine's own address on its connection to the server.
         has_failed: a function that returns whether the generation has failed or this rank has reported a failure. A
             call takes 0.1 us; use it in loops where `check` would be too slow.
     """
@@ -80,7 +77,6 @@ class RendezvousClient:
         self.name = name
         self.generation = generation
         self.address = connection.address
-        self.own_host = connection.own_host
         self.has_failed = connection.has_failed
         self.label = connection.label
         self._world = world
@@ -101,9 +97,6 @@ class RendezvousClient:
         rank: int,
         world_size: int,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        noun: str = "rank",
-        generation: int = NEXT_GENERATION,
-        start: str | None = None,
         shown_seconds: float | None = None,
     ) -> RendezvousClient:
         """Joins the next generation: connects, authenticates, and waits until all ranks have joined.
@@ -116,11 +109,6 @@ class RendezvousClient:
             rank: this rank's number at launch, from 0.
             world_size: the number of launched ranks.
             timeout_seconds: the time limit for connecting and joining together.
-            noun: the word for a member in messages, "rank" or "node"; the server must use the same word.
-            generation: the number of the generation to join; 0 means the generation that forms next. The server refuses
-                this rank if the generation has already formed without this rank.
-            start: the name of the start or restart to which this rank belongs, if several launchers share the server;
-                see `begin_start`.
             shown_seconds: the timeout to name in error texts, if it is not `timeout_seconds`.
 
         Raises:
@@ -138,7 +126,7 @@ class RendezvousClient:
         if not 0 <= rank < world_size:
             raise InvalidArgument(f"connect needs a rank from 0 to world_size - 1 = {world_size - 1}, got {rank}")
         secret = check_secret(secret)
-        label = f"{noun} {rank}/{world_size}"
+        label = f"rank {rank}/{world_size}"
         host = clip_text(socket.gethostname(), MAX_NAME_BYTES)
         process = machine_identity(), host, os.getpid()
         attempts_left = _JOIN_ATTEMPTS
@@ -149,7 +137,6 @@ class RendezvousClient:
                 secret=secret,
                 deadline=deadline,
                 label=label,
-                generation=generation,
                 shown_seconds=shown_seconds,
             )
             try:
@@ -158,7 +145,7 @@ class RendezvousClient:
                     "joining",
                     max(deadline - time.monotonic(), 0.0),
                     FrameType.JOIN,
-                    *(rank, world_size, generation, *process, start),
+                    *(rank, world_size, *process),
                     shown_seconds=shown_seconds,
                 )
             except BaseException as error:
@@ -350,40 +337,6 @@ class RendezvousClient:
     def unfollow(self, group: str) -> None:
         """Removes the callback that `follow` set; a call that is running still finishes. Idempotent."""
         self._connection.unfollow(self._scoped(group))
-
-    # Reports of a launcher about its ranks, on a server that several launchers share.
-
-    def begin_start(self, start: str, world_size: int) -> None:
-        """Announces a start or restart of all ranks. Every launcher must call this method before it starts its ranks.
-
-        All launchers pass the same arguments. Each rank passes the name `start` to `connect`. The server closes the
-        connections of the ranks of the previous start.
-
-        Args:
-            start: the name of this start; each name may be used only once.
-            world_size: the number of ranks on all machines.
-        """
-        self._ask_at_once("begin_start", FrameType.BEGIN_START, start, world_size)
-
-    def note_start(self, rank: int, pid: int) -> None:
-        """Records the start of a rank's process on this machine.
-
-        If the process is paused (SIGSTOP) before it joins, the ranks that wait for it to join get an error.
-
-        Args:
-            rank: the rank's number.
-            pid: the process id.
-        """
-        self._post(FrameType.STARTED, rank, pid)
-
-    def note_end(self, rank: int, how: str) -> None:
-        """Records that a rank's process has ended; ranks that wait for it to join get an error.
-
-        Args:
-            rank: the rank's number.
-            how: how the process ended, in words, e.g. "ended with exit code 0".
-        """
-        self._post(FrameType.ENDED, rank, how)
 
     # Leaving.
 

@@ -63,8 +63,8 @@ from gradsync.rendezvous.frames import (
     clip_text,
     event_key,
 )
-from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerProcess
-from gradsync.rendezvous.liveness import LATE_AFTER_SECONDS, Judgement, Peer, inspect_peer, inspect_process
+from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake, ServerProcess
+from gradsync.rendezvous.liveness import LATE_AFTER_SECONDS, Judgement, Peer, inspect_peer
 from gradsync.rendezvous.sockets import ConnectionLost, receive_some, send_some, tune_stream
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameError, FrameReader, Session
 
@@ -128,7 +128,6 @@ class Connection:
 
     Attributes:
         address, label: the arguments.
-        own_host: this machine's own address on the connection.
         failure: the error that every request raises from now on, or None. The first failure stays until `close` or
             `abandon` replaces it.
         is_accepted: whether the server has accepted this rank's join.
@@ -148,7 +147,6 @@ class Connection:
     ) -> None:
         self.address = address
         self.label = label
-        self.own_host = str((stream.getsockname() or ("",))[0])  # "" for a socket pair
         self.failure: GradsyncError | None = None
         self.is_accepted = False
         self._server = server
@@ -231,7 +229,7 @@ class Connection:
             self._pending.pop(pending.sequence, None)
         how_ended = f"reached its deadline of {shown:.3g} s"
         if time.monotonic() < deadline:
-            how_ended = "ended, because the rank or node that hosts the server reached its deadline"
+            how_ended = "ended, because the rank that hosts the server reached its deadline"
         if pending.answer is not None:
             return _result(pending, self.label, operation, how_ended)
         self.raise_failure()
@@ -385,7 +383,7 @@ class Connection:
         elif kind is FrameType.FAILED and message.fields[0] == TO_GENERATION:
             if self.failure is None:
                 self._fail(failure_of(message, self.label))
-        elif kind in (FrameType.ASKED, FrameType.STATUS_REQUEST, FrameType.INSPECT):
+        elif kind in (FrameType.ASKED, FrameType.STATUS_REQUEST):
             self._push(message)
         elif kind is FrameType.VALUES:
             pending = self._pending.get(message.fields[0])
@@ -494,11 +492,8 @@ class Connection:
             with contextlib.suppress(ConnectionLost):  # the reader reports that the server is gone
                 if push.type is FrameType.ASKED:
                     self._answer_question(*push.fields)
-                elif push.type is FrameType.STATUS_REQUEST:
-                    self._answer_inquiry()
                 else:
-                    rank, pid = push.fields
-                    self.post(FrameType.INSPECTED, rank, inspect_process(pid).name)
+                    self._answer_inquiry()
 
     def _answer_question(self, group: str, position: int) -> None:
         """Reports the collective that this rank has launched at a position, if there is one."""
@@ -670,7 +665,6 @@ def dial(
     secret: bytes,
     deadline: float,
     label: str,
-    generation: int = 0,
     shown_seconds: float | None = None,
 ) -> Connection:
     """Connects to a server and authenticates; if no server answers, tries again until the deadline.
@@ -680,7 +674,6 @@ def dial(
         secret: the run's secret.
         deadline: monotonic seconds.
         label: the caller's name in messages, e.g. "rank 1/4".
-        generation: the generation to join; 0 means the generation that forms next.
         shown_seconds: the timeout to name in error texts; None is the time until the deadline.
 
     Raises:
@@ -699,7 +692,7 @@ def dial(
         except (OSError, ValueError) as error:  # ValueError: the host's name is too long, or has invalid characters
             cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
         else:
-            made = _try_handshake(stream, address, secret, deadline, label, generation)
+            made = _try_handshake(stream, address, secret, deadline, label)
             if isinstance(made, Connection):
                 return made
             cause = made
@@ -741,13 +734,11 @@ def _connect(address: str, deadline: float) -> socket.socket:
     return stream
 
 
-def _try_handshake(
-    stream: socket.socket, address: str, secret: bytes, deadline: float, label: str, generation: int
-) -> Connection | str:
+def _try_handshake(stream: socket.socket, address: str, secret: bytes, deadline: float, label: str) -> Connection | str:
     """Returns the authenticated connection, or the cause of a failure after which a retry may succeed."""
     try:
         session, reader, proof, server = _shake_hands(
-            stream, secret, generation, min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
+            stream, secret, min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
         )
         return Connection(stream, session, reader, proof, server, address, label)
     except BaseException as error:
@@ -770,7 +761,7 @@ def _try_handshake(
 
 
 def _shake_hands(
-    stream: socket.socket, secret: bytes, generation: int, deadline: float
+    stream: socket.socket, secret: bytes, deadline: float
 ) -> tuple[Session, FrameReader, bytes, ServerProcess]:
     """Runs the handshake.
 
@@ -778,7 +769,7 @@ def _shake_hands(
         The session; the reader, which holds the bytes that arrived after the handshake; the PROOF, which the caller
         sends together with the first message; and the identity of the server's process.
     """
-    handshake = ClientHandshake(secret, os.urandom(RANDOM_BYTES), generation)
+    handshake = ClientHandshake(secret, os.urandom(NONCE_BYTES))
     reader, unsent, waiter = FrameReader(), bytearray(handshake.hello()), select.poll()
     while (frame := reader.next_frame()) is None:
         waiter.register(stream, select.POLLIN | select.POLLOUT if unsent else select.POLLIN)

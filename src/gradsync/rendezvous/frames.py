@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gradsync.rendezvous.liveness import ProcessState
 
-PROTOCOL_VERSION = 13  # below 256: HELLO and CHALLENGE have one byte for it
+PROTOCOL_VERSION = 14  # below 256: HELLO and CHALLENGE have one byte for it
 
 MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key
 MAX_EXCHANGED_BYTES = 512 * 1024  # all members' values together: each member receives all of them
@@ -33,7 +33,6 @@ MAX_RANKS = 16_384
 OF_MESSAGES = 0  # in place of a collective's number, which starts at 1: the rank waits in a send or receive
 TO_GENERATION = 0  # in place of a request's sequence: the message goes to all members and answers no request
 THE_WORLD = ""  # as the name in LEAVE: the rank leaves the generation
-NEXT_GENERATION = 0  # in JOIN: the generation that forms next
 INVALID = 0  # a kind of refusal: the caller made a mistake
 REFUSED = 1  # a kind of refusal: the state of the run forbids the request
 DEATH = 0  # a kind of failure: a rank died, failed or left
@@ -70,10 +69,6 @@ class FrameType(enum.IntEnum):
     STUCK = 33
     STATUS = 34
     LEFT_RANKS = 35
-    BEGIN_START = 37
-    STARTED = 38
-    ENDED = 39
-    INSPECTED = 40
 
     REPLY = 64
     REFUSED = 65
@@ -83,7 +78,6 @@ class FrameType(enum.IntEnum):
     PULSE = 71
     STATUS_REQUEST = 72
     VALUES = 74
-    INSPECT = 76
 
     @property
     def from_server(self) -> bool:
@@ -174,7 +168,6 @@ def _is_result(value: Any) -> bool:
 _KEY = _text("key")
 _NAME = _text("name")
 _RANK = _integer("rank", 0, MAX_RANKS - 1)
-_SIZE = _integer("world_size", 1, MAX_RANKS)
 _MEMBERS = _optional(_ranks("ranks"))
 _REQUEST = _integer("request sequence", 0, 2**63 - 1)
 _GROUP = _text("group", MAX_GROUP_BYTES)
@@ -193,18 +186,9 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.JOIN: (
         _integer("rank", 0, 2**31),  # the core refuses a rank that is too large, and names the allowed ones
         _integer("world_size", 0, 2**31),
-        _integer("generation", 0, 10**12),
         _text("machine"),
         _text("host"),
         _PID,
-        _optional(_text("start")),
-    ),
-    FrameType.BEGIN_START: (_text("start"), _SIZE),
-    FrameType.STARTED: (_RANK, _PID),
-    FrameType.ENDED: (_RANK, _text("how", MAX_REASON_BYTES)),
-    FrameType.INSPECTED: (
-        _RANK,
-        Field("state", "the name of a process's state", lambda v: type(v) is str and v in ProcessState.__members__),
     ),
     FrameType.SET: (_KEY, _VALUE, _flag("replaces")),
     FrameType.GET: (_KEY, _optional(_integer("from_rank", 0, MAX_RANKS - 1))),
@@ -236,7 +220,6 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.ASKED: (_GROUP, _POSITION),
     FrameType.VALUES: (_REQUEST, _flag("is last"), _list("values", "a list of values", _VALUE)),
     FrameType.PULSE: (),
-    FrameType.INSPECT: (_RANK, _PID),
     FrameType.STATUS_REQUEST: (),
     FrameType.FAILED: (
         _REQUEST,
@@ -407,13 +390,6 @@ class Inspect:
 
 
 @dataclass(frozen=True, slots=True)
-class MakeRoom:
-    """Asks the server to allow the connections of `ranks` ranks, in addition to the connections of the launchers."""
-
-    ranks: int
-
-
-@dataclass(frozen=True, slots=True)
 class Notice:
     """Asks the server to write this text to the log."""
 
@@ -421,4 +397,4 @@ class Notice:
 
 
 Event = Received | Lost | Started | Ended | Inspected | Tick
-Action = Send | Close | Inspect | MakeRoom | Notice
+Action = Send | Close | Inspect | Notice

@@ -4,7 +4,7 @@
 and frames, and return bytes.
 
     client                                  server
-    HELLO     magic, version, generation and client nonce ->
+    HELLO     magic, version, client nonce      ->
                                      <-     CHALLENGE  magic, version, server nonce, machine, pid, run id
                                                        MAC: the server's proof
     PROOF     MAC: the client's proof ->
@@ -16,9 +16,7 @@ and the label of its direction, so no frame can be reflected, replayed or splice
 decoder runs before authentication. The client refuses a server of another protocol version, so all later frames have
 the same format.
 
-The first 8 bytes of the client's nonce are the number of the generation to join. Both nonces go into the keys of the
-session, so the keys are valid for one connection only. JOIN contains the number of the generation too. The server
-refuses a JOIN whose number differs from the number in HELLO.
+Both nonces go into the keys of the session, so the keys are valid for one connection only.
 
 The CHALLENGE identifies the server's process by a digest of its machine's identity and by its pid. So a client on the
 same machine can check whether a silent server is paused (SIGSTOP).
@@ -34,11 +32,10 @@ import struct
 from typing import NamedTuple
 
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
-from gradsync.rendezvous.frames import NEXT_GENERATION, PROTOCOL_VERSION, FrameType
+from gradsync.rendezvous.frames import PROTOCOL_VERSION, FrameType
 from gradsync.rendezvous.wire import MAC_BYTES, Frame, FrameError, Session, pack_frame
 
 NONCE_BYTES = 32
-RANDOM_BYTES = 24  # the random part of a client's nonce; the rest is the generation
 MIN_SECRET_BYTES = 16
 MAX_RUN_ID_BYTES = 64
 _MAGIC = b"gradsync"
@@ -116,14 +113,9 @@ class ServerHandshake:
         run_id: the run's name, from which the keys of the session are derived too.
         nonce: 32 new random bytes.
         process: the server's process.
-
-    Attributes:
-        generation: the generation that the client wants to join; not authenticated before `receive` has returned the
-            session.
     """
 
     def __init__(self, secret: bytes, run_id: str, nonce: bytes, process: ServerProcess = _UNKNOWN) -> None:
-        self.generation = NEXT_GENERATION
         self._secret = secret
         self._run_id = run_id.encode()
         self._nonce = nonce
@@ -146,7 +138,6 @@ class ServerHandshake:
         well_formed = len(frame.body) == len(_PREFIX) + NONCE_BYTES and frame.body.startswith(_MAGIC)
         if not well_formed or frame.mac != _NO_MAC:
             raise FrameError("malformed HELLO: the peer is not a gradsync client")
-        self.generation = int.from_bytes(frame.body[len(_PREFIX) : -RANDOM_BYTES], "big")
         signed = pack_frame(FrameType.CHALLENGE, 0, _PREFIX + self._nonce + self._process + self._run_id)
         self._transcript = frame.signed + signed
         return signed + _sign(self._secret, _SERVER_PROOF, self._transcript)
@@ -166,17 +157,15 @@ class ClientHandshake:
 
     Args:
         secret: the run's secret.
-        nonce: 24 new random bytes.
-        generation: the generation to join; NEXT_GENERATION means the generation that forms next.
+        nonce: 32 new random bytes.
 
     Attributes:
         run_id, server: the server's run id and process, valid once `receive` has accepted the server's proof.
     """
 
-    def __init__(self, secret: bytes, nonce: bytes, generation: int = NEXT_GENERATION) -> None:
+    def __init__(self, secret: bytes, nonce: bytes) -> None:
         self._secret = secret
-        named = generation.to_bytes(NONCE_BYTES - RANDOM_BYTES, "big")
-        self._hello = pack_frame(FrameType.HELLO, 0, _PREFIX + named + nonce)
+        self._hello = pack_frame(FrameType.HELLO, 0, _PREFIX + nonce)
         self.run_id = ""
         self.server = _UNKNOWN
 

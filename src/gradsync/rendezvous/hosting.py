@@ -176,8 +176,7 @@ def join(
         is_found_by_file = own.world_size > 1 and (secret is None or point.address is None)
         joined = kept or _start_hosting(point, own, secret, _LOOPBACK, is_found_by_file=is_found_by_file)
     elif secret is not None and point.address is not None:
-        start = own.start if hosted_for_us else None
-        joined = JoinedRendezvous(point, own.world_size, Endpoint(point.address, secret, start))
+        joined = JoinedRendezvous(point, own.world_size, Endpoint(point.address, secret))
     else:
         return _find(point, secret, own, kept, deadline, timeout_seconds)
     with _closing_at_failure(joined, kept):
@@ -297,7 +296,6 @@ def _connect(endpoint: Endpoint, own: RankEnvironment, deadline: float, timeout_
         rank=own.rank,
         world_size=own.world_size,
         timeout_seconds=max(0.1, deadline - time.monotonic()),
-        start=endpoint.start,
         shown_seconds=timeout_seconds,
     )
 

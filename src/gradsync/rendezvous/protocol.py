@@ -18,8 +18,6 @@ from collections.abc import Callable, Sequence
 
 from gradsync.rendezvous.agreement_service import AgreementService
 from gradsync.rendezvous.frames import (
-    INVALID,
-    NEXT_GENERATION,
     REFUSED,
     THE_WORLD,
     TO_GENERATION,
@@ -31,14 +29,13 @@ from gradsync.rendezvous.frames import (
     Inspect,
     Inspected,
     Lost,
-    MakeRoom,
     Message,
     Notice,
     Received,
     Send,
     Started,
 )
-from gradsync.rendezvous.liveness import Judgement, Peers, ProcessState, process_key
+from gradsync.rendezvous.liveness import Judgement, Peers, process_key
 from gradsync.rendezvous.roster import RUNNING_PHASE, Failure, Member, Roster, join_refusal
 from gradsync.rendezvous.store import Departures, Exchanges, Keys, Request, WaitTable
 from gradsync.rendezvous.stuck import StuckCollectives
@@ -50,8 +47,8 @@ _NOTICE_INTERVAL_SECONDS = 5.0
 class Generation:
     """One generation: its members, their store and its failure; the `WaitTarget` of the ranks that join."""
 
-    def __init__(self, world_size: int, waits: WaitTable, noun: str) -> None:
-        self.roster = Roster(world_size, noun)
+    def __init__(self, world_size: int, waits: WaitTable) -> None:
+        self.roster = Roster(world_size)
         self.number: int | None = None  # None until the generation forms
         self.failure: Failure | None = None
         self.keys = Keys(self.roster, waits)
@@ -90,7 +87,6 @@ class RendezvousCore:
     Args:
         world_size: the number of launched ranks.
         machine: the server's `machine_identity`; "" if unknown.
-        noun: the word for a member in messages.
         host: the rank that hosts the server; None if no rank does. When the host cancels its join, the joins of all
             waiting ranks end too.
 
@@ -98,10 +94,9 @@ class RendezvousCore:
         formed_count: the number of the last generation that formed; 0 before the first.
     """
 
-    def __init__(self, world_size: int, *, machine: str = "", noun: str = "rank", host: int | None = None) -> None:
+    def __init__(self, world_size: int, *, machine: str = "", host: int | None = None) -> None:
         self._world_size = world_size
         self._host = host
-        self._noun = noun
         self._machine = machine
         self._generations: list[Generation] = []  # the current generation first
         self._member_of: dict[int, tuple[Generation, int]] = {}  # connection -> generation, rank
@@ -147,14 +142,6 @@ class RendezvousCore:
             actions = [*self._inspect_silent(now), *self._advance_stuck(now), *self._name_missing(now)]
         return actions + self._advance_generations(now)
 
-    def has_member(self, connection: int) -> bool:
-        """Returns whether a connection belongs to a member of any generation, or to a rank that waits to join one."""
-        return connection in self._member_of
-
-    def has_running_member(self, connection: int) -> bool:
-        """Returns whether a connection belongs to a member of a generation that has formed and not failed."""
-        return connection in self._member_of and self._member_of[connection][0].is_running
-
     def next_deadline(self) -> float | None:
         """Returns when the next Tick is due, in monotonic seconds, or None."""
         due = [self._notice_at, self._peers.next_deadline()]
@@ -188,14 +175,9 @@ class RendezvousCore:
     # Joining, leaving, failing.
 
     def _join(self, now: float, connection: int, message: Message) -> list[Action]:
-        rank, world_size, number, machine, host, pid, _ = message.fields
+        rank, world_size, machine, host, pid = message.fields
         request = Request(connection, rank, message.sequence, now)
-        refusal = join_refusal(self._world_size, rank, world_size, self._noun)
-        if not refusal and number not in (NEXT_GENERATION, self.formed_count + 1):
-            refusal = (
-                f"{self._noun} {rank} wants to join generation {number}, but the next one is {self.formed_count + 1}: "
-                f"the others have formed a generation without this {self._noun}"
-            )
+        refusal = join_refusal(self._world_size, rank, world_size)
         for generation in self._generations:
             member = generation.roster.members.get(rank)
             if member is None:
@@ -204,9 +186,9 @@ class RendezvousCore:
             elif member.is_present:
                 roster = generation.roster
                 alive = f"{roster.label(rank)} has joined already and is alive ({roster.phase})"
-                refusal = refusal or f"{alive}; each {self._noun} joins once"
+                refusal = refusal or f"{alive}; each rank joins once"
         else:
-            generation = Generation(self._world_size, self._waits, self._noun)
+            generation = Generation(self._world_size, self._waits)
         if refusal:
             return [request.refuse(refusal, REFUSED), Close(connection)]
         if generation.failure is not None:
@@ -433,102 +415,3 @@ _ANSWERED: dict[FrameType, Service] = {
 }
 #: The frames of a member after which a generation may form or end.
 _CHANGING = (FrameType.CANCEL, FrameType.REPORT_FAILURE, FrameType.LEAVE)
-
-
-# A run on several machines.
-
-_OF_LAUNCHERS = (FrameType.BEGIN_START, FrameType.STARTED, FrameType.ENDED, FrameType.INSPECTED)
-
-
-class LaunchersCore:
-    """The core of a server that the launchers of several machines and their ranks share.
-
-    This core has two objects of `RendezvousCore`: one object serves the launchers, the other object serves the ranks of
-    the current start. A start is one start or restart of all ranks. The launchers announce each start, and report which
-    of the ranks' processes have started and ended. Until a rank has joined, its launcher inspects its process for the
-    server, which cannot see the processes of other machines.
-
-    Args:
-        nnodes: the number of launchers. The launcher of node 0 hosts the server.
-        machine: the identity of the server's machine, see `RendezvousCore`.
-    """
-
-    def __init__(self, nnodes: int, *, machine: str = "") -> None:
-        self._machine = machine
-        self._launchers = RendezvousCore(nnodes, machine=machine, noun="node", host=0)
-        self._start = ""  # the name of the current start or restart of all ranks; "" before the first
-        self._world_size = 0  # the number of ranks of the current start
-        self._ranks: RendezvousCore | None = None  # the core of the ranks of the current start
-        self._rank_connections: set[int] = set()
-        self._launcher_of: dict[int, int] = {}  # rank -> connection of the launcher that has started it
-
-    def handle(self, now: float, event: Event) -> list[Action]:
-        """Handles one event and returns the actions; see `RendezvousCore.handle`."""
-        if isinstance(event, Received):
-            connection, message = event.connection, event.message
-            if connection in self._rank_connections:
-                return self._pass_to_ranks(now, event)
-            is_of_rank = message.type is FrameType.JOIN and message.fields[-1] is not None
-            if is_of_rank and not self._launchers.has_member(connection):
-                return self._join(now, connection, message)
-            if message.type in _OF_LAUNCHERS and self._launchers.has_running_member(connection):
-                return self._handle_launcher(now, connection, message)
-        elif isinstance(event, Lost) and event.connection in self._rank_connections:
-            self._rank_connections.discard(event.connection)
-            return self._pass_to_ranks(now, event)
-        elif isinstance(event, Inspected) and event.peer in self._rank_connections:
-            return self._pass_to_ranks(now, event)
-        elif not isinstance(event, (Lost, Inspected)):  # a Tick goes to both cores
-            return [*self._launchers.handle(now, event), *self._pass_to_ranks(now, event)]
-        return self._launchers.handle(now, event)
-
-    def next_deadline(self) -> float | None:
-        """Returns when the next Tick is due, in monotonic seconds, or None."""
-        due = [self._launchers.next_deadline(), None if self._ranks is None else self._ranks.next_deadline()]
-        return min((time_due for time_due in due if time_due is not None), default=None)
-
-    def _pass_to_ranks(self, now: float, event: Event) -> list[Action]:
-        """Passes an event to the core of the ranks. The launcher of a rank that has not joined inspects its process."""
-        if self._ranks is None:
-            return []
-        actions: list[Action] = []
-        for action in self._ranks.handle(now, event):
-            if isinstance(action, Inspect) and action.peer < 0:
-                rank = process_key(action.peer)
-                action = Send(self._launcher_of[rank], FrameType.INSPECT, (rank, action.pid))
-            actions.append(action)
-        return actions
-
-    def _join(self, now: float, connection: int, message: Message) -> list[Action]:
-        """Handles the join of a rank, which must belong to the current start of all ranks."""
-        if self._ranks is None or message.fields[-1] != self._start:
-            text = f"rank {message.fields[0]} belongs to another start or restart of this run, not to the current one"
-            return [Send(connection, FrameType.REFUSED, (message.sequence, REFUSED, text)), Close(connection)]
-        self._rank_connections.add(connection)
-        return self._pass_to_ranks(now, Received(connection, message))
-
-    def _handle_launcher(self, now: float, connection: int, message: Message) -> list[Action]:
-        if message.type is FrameType.BEGIN_START:
-            return self._begin(connection, message.sequence, *message.fields)
-        rank, what = message.fields
-        if rank >= self._world_size:
-            text = f"got {message.type.name} for rank {rank}; the current start of the run has {self._world_size} ranks"
-            return [Send(connection, FrameType.REFUSED, (message.sequence, INVALID, text))]
-        if message.type is FrameType.STARTED:
-            self._launcher_of[rank] = connection
-            return self._pass_to_ranks(now, Started(rank, what))
-        if message.type is FrameType.ENDED:
-            return self._pass_to_ranks(now, Ended(rank, what))
-        return self._pass_to_ranks(now, Inspected(process_key(rank), ProcessState[what]))
-
-    def _begin(self, connection: int, sequence: int, start: str, world_size: int) -> list[Action]:
-        """Begins a start of all ranks when the first launcher announces it; closes the previous start's connections."""
-        actions: list[Action] = []
-        if self._ranks is None or start != self._start:
-            actions += [Close(rank_connection) for rank_connection in sorted(self._rank_connections)]
-            self._start, self._world_size = start, world_size
-            self._ranks = RendezvousCore(world_size, machine=self._machine)
-            self._rank_connections.clear()
-            self._launcher_of.clear()
-            actions.append(MakeRoom(world_size))
-        return [*actions, Send(connection, FrameType.REPLY, (sequence, None))]

@@ -112,7 +112,6 @@ class Roster:
 
     Args:
         world_size: the number of launched ranks.
-        noun: the word for a member in messages.
 
     Attributes:
         phase: "joining" until the generation forms, then "running".
@@ -120,9 +119,8 @@ class Roster:
         left: the ranks that have left, in the order of leaving (the keys of a dict).
     """
 
-    def __init__(self, world_size: int, noun: str = "rank") -> None:
+    def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.noun = noun
         self.phase = JOINING_PHASE
         self.members: dict[int, Member] = {}
         self._cancelled: set[int] = set()  # ranks that have cancelled their join
@@ -130,7 +128,7 @@ class Roster:
 
     def label(self, rank: int) -> str:
         """Returns the rank's name without its process, e.g. "rank 1/4"."""
-        return f"{self.noun} {rank}/{self.world_size}"
+        return f"rank {rank}/{self.world_size}"
 
     def process(self, rank: int) -> str:
         """Returns "pid 123" or "pid 123 on node7"; "" if the process is not known."""
@@ -188,14 +186,14 @@ class Roster:
     def states_text(self, ranks: Iterable[int]) -> str:
         """Returns the states of these ranks as text, e.g. "rank 1 (running), rank 2 (not joined)"."""
         ranks = list(ranks)
-        named = ", ".join(f"{self.noun} {rank} ({self._state_text(rank)})" for rank in ranks[:MAX_NAMED_RANKS])
+        named = ", ".join(f"rank {rank} ({self._state_text(rank)})" for rank in ranks[:MAX_NAMED_RANKS])
         more = len(ranks) - MAX_NAMED_RANKS
         return f"{named} and {more} more" if more > 0 else named
 
     def incomplete_text(self) -> str:
         """Returns the notice about the ranks that have not joined yet."""
         where = self.states_text(self.missing_ranks())
-        return f"{len(self.members)} of {self.world_size} {self.noun}s have joined; waiting for {where}"
+        return f"{len(self.members)} of {self.world_size} ranks have joined; waiting for {where}"
 
     def left_failure(self, rank: int, need: str) -> Failure:
         """Returns the failure of a request that still needs a rank that has left."""
@@ -212,7 +210,7 @@ class Roster:
 
     def stopped_before_joining(self, rank: int, pid: int, state: ProcessState, seconds: float) -> Failure:
         """Returns the failure of a generation that cannot form, because a missing rank's process is stopped."""
-        evidence = f"no sign of life for {seconds:.1f} s, while other {self.noun}s wait for it to join"
+        evidence = f"no sign of life for {seconds:.1f} s, while other ranks wait for it to join"
         text = state.lost_text(f"{self.label(rank)} (pid {pid})", evidence, when=" before it joined")
         return Failure(rank, JOINING_PHASE, text, SILENCE)
 
@@ -236,10 +234,10 @@ class Roster:
         return "left" if rank in self.left else self.phase
 
 
-def join_refusal(expected_size: int, rank: int, world_size: int, noun: str) -> str:
+def join_refusal(expected_size: int, rank: int, world_size: int) -> str:
     """Returns the reason to refuse a join, with the expected and the given value; "" if the join is accepted."""
     if world_size != expected_size:
-        return f"the server expects world_size {expected_size}, {noun} {rank} joined with world_size {world_size}"
+        return f"the server expects world_size {expected_size}, rank {rank} joined with world_size {world_size}"
     if rank >= expected_size:
-        return f"the server expects {noun}s 0 to {expected_size - 1}, got {noun} {rank}"
+        return f"the server expects ranks 0 to {expected_size - 1}, got rank {rank}"
     return ""

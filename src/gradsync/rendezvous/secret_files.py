@@ -28,13 +28,10 @@ class Endpoint(NamedTuple):
     Attributes:
         address: host:port.
         secret: the secret, at least 16 bytes.
-        start: the name of the start or restart to which the ranks belong, if launchers share the server with their
-            ranks; otherwise None.
     """
 
     address: str
     secret: bytes
-    start: str | None = None
 
     def __repr__(self) -> str:
         return f"Endpoint({self.address!r})"

@@ -39,7 +39,6 @@ from gradsync.rendezvous.frames import (
     Inspect,
     Inspected,
     Lost,
-    MakeRoom,
     Message,
     Notice,
     Received,
@@ -49,7 +48,7 @@ from gradsync.rendezvous.frames import (
 )
 from gradsync.rendezvous.handshake import NONCE_BYTES, ServerHandshake, ServerProcess, check_secret
 from gradsync.rendezvous.liveness import inspect_peer
-from gradsync.rendezvous.protocol import LaunchersCore, RendezvousCore
+from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.sockets import (
     ConnectionLost,
     bind_listener,
@@ -134,16 +133,9 @@ class ServerConnection:
                 continue
             message = self._session.open(frame)
             if self.is_unauthenticated:
-                self._check_generation(message)
                 self.is_unauthenticated = False
             messages.append(message)
         return messages
-
-    def _check_generation(self, message: Message) -> None:
-        """Refuses a session if its HELLO and its JOIN name different generations."""
-        if message.type is FrameType.JOIN and message.fields[2] != self._handshake.generation:
-            wanted, got = self._handshake.generation, message.fields[2]
-            raise FrameError(f"this client's HELLO named generation {wanted}, but its JOIN names generation {got}")
 
     def send(self, frame_type: FrameType, fields: tuple[Any, ...]) -> None:
         """Queues a message for an authenticated peer.
@@ -167,16 +159,14 @@ class ServerConnection:
 
 
 class RendezvousServer:
-    """The server of one run: of its ranks, or of the launchers of several machines and their ranks.
+    """The server of one run.
 
     Args:
-        world_size: the number of launched ranks, or of launchers, from 1.
+        world_size: the number of launched ranks, from 1.
         secret: the run's secret, at least 16 bytes.
         host: the interface to bind; loopback by default.
         port: the port to bind; 0 lets the kernel choose a free port.
         listener: a listening socket from `bind_listener` to use instead of host and port; the server closes it.
-        of_launchers: whether the members are launchers, which announce each start of their ranks to this server, see
-            `LaunchersCore`.
         host_rank: the rank whose process runs the server, see `RendezvousCore`; None if no rank does.
 
     Attributes:
@@ -197,7 +187,6 @@ class RendezvousServer:
         host: str = "127.0.0.1",
         port: int = 0,
         listener: socket.socket | None = None,
-        of_launchers: bool = False,
         host_rank: int | None = None,
     ) -> None:
         size = integer_of(world_size)
@@ -209,23 +198,21 @@ class RendezvousServer:
         listener = listener or bind_listener(host, port)
         self.address = format_address(listener)
         machine = machine_identity()
-        self._core = (
-            LaunchersCore(world_size, machine=machine)
-            if of_launchers
-            else RendezvousCore(world_size, machine=machine, host=host_rank)
-        )
+        self._core = RendezvousCore(world_size, machine=machine, host=host_rank)
         self._secret = secret
         self._listener = listener
         self._run_id = os.urandom(8).hex()  # the keys of every session are derived from this id too
-        self._process = ServerProcess.of(machine_identity(), os.getpid())
+        self._process = ServerProcess.of(machine, os.getpid())
         self._claimed = False
         self._runner: int | None = None  # the thread that runs the event loop
         self._thread: threading.Thread | None = None  # the same thread, if the server has started it
         self._stopping = False
         self._empty = Latch(is_set=True)  # set while there is no connection
         self._over = Latch()  # set once the event loop has ended
-        self._ranks = world_size
-        self._make_room(0)
+        make_room(2 * world_size + MAX_UNAUTHENTICATED)
+        self._max_members = 2 * world_size + 16  # twice, because one generation may leave while the next one joins
+        self._max_unauthenticated = world_size + MAX_UNAUTHENTICATED
+        self._batch_seconds = _batch_seconds(world_size)
         self._is_quiet = False  # whether only heartbeats arrived in this iteration of the event loop
         self._notices = _NoticeWriter()
         self._connections: dict[int, ServerConnection] = {}
@@ -500,14 +487,6 @@ class RendezvousServer:
         _log.debug("rendezvous: connection %d ended: %s", connection.number, cause)
         self._handle_event(Lost(connection.number, cause))
 
-    def _make_room(self, more_ranks: int) -> None:
-        """Sets the limits on open files and connections for all members and `more_ranks` further ranks."""
-        ranks = self._ranks + more_ranks
-        make_room(2 * ranks + MAX_UNAUTHENTICATED)
-        self._max_members = 2 * ranks + 16  # twice, because one generation may leave while the next one joins
-        self._max_unauthenticated = ranks + MAX_UNAUTHENTICATED
-        self._batch_seconds = _batch_seconds(ranks)
-
     # The core.
 
     def _handle_event(self, event: Event) -> None:
@@ -545,9 +524,6 @@ class RendezvousServer:
             return None
         if isinstance(action, Inspect):
             self._inspect(action)
-            return None
-        if isinstance(action, MakeRoom):
-            self._make_room(action.ranks)
             return None
         connection = self._connections.get(action.connection)
         if connection is None:

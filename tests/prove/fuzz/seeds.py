@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 
 import msgpack
@@ -10,23 +9,20 @@ from targets import KEYS, RANKS, REQUESTS, RUN, SECRET, VARIABLES
 
 from gradsync.communicators.agreement import Description, Item
 from gradsync.launching.in_rank.result import ERROR, RESULT, ErrorReport, to_json
-from gradsync.launching.nodes import Cause
 from gradsync.rendezvous.frames import FrameType
-from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerHandshake
+from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
 from gradsync.rendezvous.wire import Frame, FrameReader, Session, pack_frame
 
 
 def seeds() -> dict[str, list[bytes]]:
     """Returns them by target."""
-    hello = ClientHandshake(SECRET, bytes(RANDOM_BYTES)).hello()
+    hello = ClientHandshake(SECRET, bytes(NONCE_BYTES)).hello()
     challenge = ServerHandshake(SECRET, RUN, bytes(32)).receive(_whole(hello))
     assert isinstance(challenge, bytes)
     client = Session(**KEYS, is_server=False)
     bodies = [bytes([kind]) + msgpack.packb(fields) for kind, *fields in _samples()]
-    script = [[rank, 0, rank, RANKS, 0, "m", "h", 7, None, 0, None] for rank in range(RANKS)]
+    script = [[rank, 0, rank, RANKS, "m", "h", 7] for rank in range(RANKS)]
     script += [[0, REQUESTS.index(kind), *fields] for kind, *fields in _samples() if kind in REQUESTS]
-    record = {"node": 1, "host": "h", "address": "10.0.0.1", "n_ranks": 2}
-    record |= {"restart": 0, "max_restarts": 0, "master_port": 4000, "start": "00ff"}
     told = to_json(ErrorReport("Traceback", "ValueError", is_consequence=False))
     return {
         "frames": [b"\x00" + hello, b"\xff" + client.seal(FrameType.LEAVE, "", None, 0), b"\x03" + hello[:30]],
@@ -35,10 +31,6 @@ def seeds() -> dict[str, list[bytes]]:
         "server_handshake": [hello, hello + pack_frame(FrameType.PROOF, 1, b"") + bytes(32)],
         "client_handshake": [challenge[:-32] + bytes(32), hello],
         "server_core": [b"".join(msgpack.packb(step) for step in script)],
-        "node_words": [
-            Cause(1, "failed", "Traceback", 1).to_bytes(),
-            json.dumps(record).encode(),
-        ],
         "report_pipe": [ERROR + told, RESULT + pickle.dumps(1), ERROR + b"\xff" * 16],
         "secret_file": [b"00" * 32, b"zz", b""],
         "meeting_file": [b"00" * 32 + b"\n127.0.0.1:4000\n", b"00"],
@@ -61,13 +53,7 @@ def seeds() -> dict[str, list[bytes]]:
 def _samples() -> list[list[object]]:
     """A message of most kinds."""
     return [
-        [FrameType.JOIN, 0, 3, 0, "m", "h", 7, None],
-        [FrameType.JOIN, 0, 3, 0, "m", "h", 7, "00ff"],
-        [FrameType.BEGIN_START, "00ff", 3],
-        [FrameType.STARTED, 1, 7],
-        [FrameType.ENDED, 1, "ended with exit code 0"],
-        [FrameType.INSPECTED, 1, "RUNNING"],
-        [FrameType.INSPECT, 1, 7],
+        [FrameType.JOIN, 0, 3, "m", "h", 7],
         [FrameType.SET, "k", b"v", True],
         [FrameType.GET, "k", 1],
         [FrameType.EXCHANGE, "b", [0, 1], b""],

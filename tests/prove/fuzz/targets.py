@@ -25,7 +25,6 @@ from gradsync.environment import read_environment, read_secret_file
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
 from gradsync.launching.in_rank.result import ErrorReport, read_report
 from gradsync.launching.job import parse_gpus
-from gradsync.launching.nodes import Cause, decode_record
 from gradsync.rendezvous.frames import (
     SCHEMAS,
     Close,
@@ -41,7 +40,7 @@ from gradsync.rendezvous.frames import (
     Tick,
     check_fields,
 )
-from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerHandshake
+from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
 from gradsync.rendezvous.liveness import ProcessState, process_key
 from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.secret_files import _read as read_meeting
@@ -101,7 +100,7 @@ def server_handshake(data: bytes) -> None:
 
 def client_handshake(data: bytes) -> None:
     """What a stranger answers to a client."""
-    handshake, reader = ClientHandshake(SECRET, bytes(RANDOM_BYTES)), FrameReader()
+    handshake, reader = ClientHandshake(SECRET, bytes(NONCE_BYTES)), FrameReader()
     reader.feed(data)
     with contextlib.suppress(RendezvousError):
         while (frame := reader.next_frame()) is not None:
@@ -169,13 +168,6 @@ def message_fields(data: bytes) -> None:
         for kind in SCHEMAS:
             with contextlib.suppress(FieldError):
                 check_fields(kind, fields)
-
-
-def node_words(data: bytes) -> None:
-    """What one launcher tells another."""
-    assert Cause.from_bytes(data, 0).exit_code is not None
-    with contextlib.suppress(RendezvousError):
-        decode_record(1, data)
 
 
 def report_pipe(data: bytes) -> None:
@@ -258,7 +250,7 @@ TARGETS: dict[str, Target] = {
     target.__name__: target
     for target in (
         *(frames, sealed_bodies, message_fields, server_handshake, client_handshake, server_core),
-        *(node_words, report_pipe, secret_file, meeting_file, shapes_file, plan_texts),
+        *(report_pipe, secret_file, meeting_file, shapes_file, plan_texts),
         *(addresses, variables, command_line_texts),
     )
 }

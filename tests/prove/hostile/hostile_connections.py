@@ -15,7 +15,7 @@ import time
 from collections import Counter
 
 from gradsync.rendezvous.frames import FrameType
-from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake
+from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake
 from gradsync.rendezvous.wire import MAC_BYTES, pack_frame
 
 _OPEN_AT_ONCE = 400
@@ -90,7 +90,7 @@ class Strangers:
                 stream.send(text)
 
     def _first_words(self, kind: str) -> bytes:
-        hello = ClientHandshake(bytes(32), self._rng.randbytes(RANDOM_BYTES)).hello()
+        hello = ClientHandshake(bytes(32), self._rng.randbytes(NONCE_BYTES)).hello()
         return {
             "garbage": self._rng.randbytes(self._rng.randint(1, 2000)),
             "oversized length": (2**31).to_bytes(4, "big"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from gradsync.rendezvous.frames import NEXT_GENERATION, FrameType
+from gradsync.rendezvous.frames import FrameType
 
 ID = bytes(128)
 
@@ -40,7 +40,7 @@ LEAVE = Leave()
 
 
 def join(rank: int, world_size: int, pid: int = 0) -> Ask:
-    return Ask(FrameType.JOIN, (rank, world_size, NEXT_GENERATION, "machine", "host", pid, None))
+    return Ask(FrameType.JOIN, (rank, world_size, "machine", "host", pid))
 
 
 def barrier(name: str = "b", *, ranks: tuple[int, ...] | None = None) -> Ask:
