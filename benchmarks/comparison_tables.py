@@ -72,7 +72,6 @@ _OPTIONS = {
     contenders.NONFINITE: 'nonfinite="raise"',
     contenders.NORM: 'clip_norm=float("inf")',
     contenders.CLIPPED: "clip_norm, reached in each step",
-    contenders.HOOK: "a hook that calls asynchronous.all_reduce",
     contenders.PARAMETERS: "parameters=",
 }
 

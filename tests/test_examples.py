@@ -137,3 +137,11 @@ def test_every_example_is_in_the_table() -> None:
     assert [path for path in tracked if str(path.relative_to(EXAMPLES)) not in shown] == []
     assert [link for link in shown if not (EXAMPLES / link).exists()] == []
     assert "examples/README.md" in (EXAMPLES.parent / "README.md").read_text()
+
+
+def test_each_hook_trains_as_the_plain_mean_does() -> None:
+    code, shown, told = run(EXAMPLES / "hooks.py")
+    assert (code, told) == (0, "")
+    distances = dict(re.findall(r"(\w+): weights ([\d.]+)% from those of the plain mean", shown))
+    assert list(distances) == ["float16", "bfloat16", "Int8", "PowerSGD"]
+    assert all(float(percent) < 0.1 for percent in distances.values())

@@ -19,7 +19,7 @@ SOURCE = Path(gs.__file__).parent
 ROOMS = [
     *("errors", "removed", "arguments", "machine", "reduction", "futures", "backends", "environment"),
     *("diagnostics", "rendezvous", "communicators", "bucketing", "backend_choice", "process_group"),
-    *("sharding", "consistency", "hooks", "comm", "launching", "bench", "doctor", "cli"),
+    *("sharding", "consistency", "comm", "launching", "bench", "doctor", "cli"),
 ]
 
 # Files beside the packages that do not lie in their room yet. Other rooms may import them as long as they are there.
@@ -35,9 +35,7 @@ INSIDE = {
     "bench.collectives": "cli",
     "bench.report": "doctor",
     "bench.thresholds": "cli",
-    "bucketing.reducer": "hooks",
     "bucketing.callback": "bench",
-    "bucketing.lists": "hooks",
     "bucketing.plan": "bench",
     "communicators.agreement": "bucketing comm",
     "communicators.backend": "backend_choice bucketing",

@@ -13,7 +13,6 @@ import gradsync as gs
 from peers.collectives import RANKS
 from peers.contenders import (
     CLIPPED,
-    HOOK,
     NONFINITE,
     NORM,
     PARAMETERS,
@@ -71,12 +70,6 @@ def _clipped(gradients: list[np.ndarray]) -> Operation:
     return replace(through(callback, gradients), results=means, rounding=_FLOAT32_ROUNDING)
 
 
-def _hooked(gradients: list[np.ndarray]) -> Operation:
-    callback = gs.AllreduceCallback("mean")
-    callback.register_hook(lambda bucket: bucket.communicator.asynchronous.all_reduce(bucket.flat, bucket.op))
-    return through(callback, gradients)
-
-
 def _told(gradients: list[np.ndarray]) -> Operation:
     return _with(parameters=_parameters(gradients))(gradients)
 
@@ -87,6 +80,5 @@ SETTINGS: dict[str, _Setting] = {
     NONFINITE: _with(nonfinite="raise"),
     NORM: _with(clip_norm=float("inf")),
     CLIPPED: _clipped,
-    HOOK: _hooked,
     PARAMETERS: _told,
 }

@@ -39,9 +39,8 @@ THRESHOLDS = {f"threshold {size:g} MB": round(size * 2**20) for size in (0.25, 0
 NONFINITE = "nonfinite raise"
 NORM = "norm computed"
 CLIPPED = "norm clipped, each step"
-HOOK = "hook, asynchronous all_reduce"
 PARAMETERS = "parameters told"
-KNOBS = (NONFINITE, NORM, CLIPPED, HOOK, PARAMETERS)
+KNOBS = (NONFINITE, NORM, CLIPPED, PARAMETERS)
 
 # The time of a reduction by DDP is the difference of two contenders.
 DIFFERENCES = {ddp: (whole_backward(ddp), local_backward(ddp)) for ddp in (DDP, DDP_VIEWS)}

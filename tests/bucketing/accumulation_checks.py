@@ -173,9 +173,9 @@ def add_up_with_uneven_batches(comm: Any, kit_name: str) -> None:
 def add_up_before_a_hook(comm: Any, kit_name: str) -> None:
     kit, n, seen = make_kit(comm, kit_name), comm.world_size, []
 
-    def hook(bucket: Any) -> Any:
+    def hook(bucket: Any) -> None:
         seen.append(bucket.names)
-        return bucket.communicator.asynchronous.all_reduce(bucket.flat, "sum")
+        bucket.communicator.all_reduce(bucket.buffer, "sum")
 
     sync = gs.AllreduceCallback("sum", comm)
     sync.register_hook(hook)

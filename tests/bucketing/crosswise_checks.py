@@ -192,8 +192,8 @@ def cross_event(comm: Any, kit_name: str, event: str) -> None:
                 if event == "views":
                     callback("b", kit.put(np.ones(4)))
 
-    def hook(bucket: Any) -> Any:
-        return bucket.communicator.all_reduce(bucket.flat, "sum")
+    def hook(bucket: Any) -> None:
+        bucket.communicator.all_reduce(bucket.buffer, "sum")
 
     generator, discriminator = make_two(comm, **knobs.get(event, {}))
     error = expect(gs.PlanMismatch, lambda: cross(comm, lambda: use(generator), lambda: use(discriminator)))

@@ -215,7 +215,7 @@ def use_every_knob(comm: Any, _kit: str) -> None:
 
 def use_a_hook(comm: Any, _kit: str) -> None:
     sync = gs.AllreduceCallback("sum", comm)
-    sync.register_hook(lambda bucket: bucket.communicator.all_reduce(bucket.flat))
+    sync.register_hook(lambda bucket: bucket.communicator.all_reduce(bucket.buffer))
     flat, fortran = np.ones((3, 4), F4), np.ones((3, 4), F4, order="F")
     for _ in range(4):
         flat[...] = fortran[...] = 1
@@ -435,7 +435,7 @@ def fail_together(comm: Any, _kit: str) -> None:
 def fail_in_a_hook(comm: Any, _kit: str) -> None:
     gradient = np.ones(SIZE, F4)
     sync = gs.AllreduceCallback("sum", comm)
-    sync.register_hook(lambda _bucket: "no array")
+    sync.register_hook(lambda _bucket: "no buffer")
     with flags_kept(gradient):
         expect(gs.GradsyncError, lambda: _one_step(sync, gradient))
 

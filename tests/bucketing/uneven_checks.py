@@ -14,11 +14,11 @@ from kits import make_kit
 SMALL = {name: SPECS[name] for name in ("matrix", "one", "double", "huge")}
 CLIP_NORM = 7.0
 OPTIONS: tuple[dict[str, Any], ...] = (
-    {"hook": Recording("future")},
+    {"hook": Recording("in place")},
     {"hook": Recording("copy"), "parameters": SMALL, "gradient_as_bucket_view": True},
     {"clip_norm": CLIP_NORM, "nonfinite": "skip"},
     {"clip_norm": CLIP_NORM, "nonfinite": "raise", "parameters": SMALL, "gradient_as_bucket_view": True},
-    {"clip_norm": CLIP_NORM, "hook": Recording("future"), "parameters": SMALL},
+    {"clip_norm": CLIP_NORM, "hook": Recording("in place"), "parameters": SMALL},
 )
 
 

@@ -249,22 +249,28 @@ class AllreduceCallback:
     def register_hook(self, hook: BucketHook | None) -> None:
         """Registers a hook that reduces the buckets, instead of an all-reduce.
 
-        Every rank must register the same hook, between steps. gradsync calls the hook with each complete bucket, a
-        gradsync.bucketing.reducer.GradientBucket. The hook returns the reduced array, or a future of this array. Only
-        flush() waits for these futures, so the work that the hook launches may overlap the backward pass.
-        gradsync.hooks defines some hooks.
+            def in_half_precision(bucket):
+                small = bucket.buffer.astype("float16")
+                bucket.communicator.all_reduce(small, bucket.op)
+                bucket.buffer[...] = small
+
+            sync.register_hook(in_half_precision)
+
+        gradsync calls the hook with each complete bucket, a gradsync.bucketing.reducer.GradientBucket: `buffer` is a
+        flat array of the bucket's gradients, `op` is "sum" or "mean". The hook leaves the reduced values in `buffer`.
+        Every rank must register a hook, between steps, and the hooks of all ranks must call the same collectives. If a
+        hook raises an error, the step ends as with any other error. On a GPU, the hook works on the current stream.
+        examples/hooks.py has some hooks.
 
         Args:
-            hook: a function that takes a GradientBucket; None restores the all-reduce.
+            hook: a function of one argument; None restores the all-reduce.
 
         Raises:
             InvalidArgument: the call is in the middle of a step, or the hook is not a function.
         """
         self._check_between_steps("register_hook()")
-        if isinstance(hook, type):
-            raise InvalidArgument(f"register_hook() got the class {hook.__name__}: pass an instance, {hook.__name__}()")
-        if hook is not None and not callable(hook):
-            raise InvalidArgument(f"register_hook() needs a function that takes a bucket, got {type(hook).__name__}")
+        if hook is not None and (isinstance(hook, type) or not callable(hook)):
+            raise InvalidArgument(f"register_hook() needs a function that takes a bucket, got {hook!r}")
         self._step.reducer.use_hook(hook)
 
     @property

@@ -461,8 +461,6 @@ class Step:
                 self._complete(communicator)
             self._is_busy = True
             self._reduce(self.planner.flush(self.count), communicator)
-            for number, completion in self.reducer.finish_hooked(communicator):
-                self._finish(self._ends[number], None, completion)
             if self._guard is not None:
                 self._guard.check_results()
             later = self.reducer.end(self.count, communicator)
@@ -513,7 +511,7 @@ class Step:
             with suppress(GradsyncError):  # e.g. the communicator is broken, and all its reductions have failed
                 self.reducer.order_launched()
         ends = list(self._ends.values())
-        self.reducer.fail()
+        self.reducer.values.fail()
         self.sums.clear()
         self._end_step()
         self.reducer.forget()
@@ -609,7 +607,7 @@ class Step:
         return array
 
     def _reduce(self, complete: Sequence[Bucket], communicator: Communicator) -> None:
-        """Reduces complete buckets, and completes their futures. With a hook, flush() completes the futures."""
+        """Reduces complete buckets, and completes their futures."""
         reducer, guard = self.reducer, self._guard
         try:
             for bucket in complete:
@@ -621,8 +619,6 @@ class Step:
                     self.agree_on_callback(communicator)
                 producers = self._producers.get(bucket.number, ())
                 completion = reducer.reduce(bucket, self._entries, self.memory, communicator, self, producers)
-                if reducer.is_hooked:
-                    continue
                 if guard is not None:
                     guard.note_results(bucket, completion)
                 self._finish(end, None, completion)

@@ -61,4 +61,4 @@ if __name__ == "__main__":
     with gs.init_process_group("mpi") as world:
         for check in CHECKS:
             check(world)
-        sys.stdout.write(f"rank {world.rank} has come through {len(CHECKS)} checks\n")
+        sys.stdout.write(f"rank {world.rank} has come through all checks\n")

@@ -81,6 +81,9 @@ def matmul(a: ndarray, b: ndarray) -> ndarray:
     return queued(np.matmul, a, b)
 
 
+ndarray.__matmul__ = matmul
+
+
 def queued(function: Any, *values: Any) -> ndarray:
     """Queues a function that makes an array, and returns the array that will hold it."""
     operands = [operand(value) for value in values]
