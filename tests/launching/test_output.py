@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from contract import wait_until
 from gradsync.errors import InvalidArgument
 from gradsync.launching import output as output_module
-from gradsync.launching.output import OutputForwarder, prepare_log_directory, wants_colour
+from gradsync.launching.output import OutputForwarder, prepare_log_directory
 
 
 def has_ended(forwarder, rank, timeout):
@@ -198,56 +198,59 @@ def test_of_a_progress_bar_the_last_state_of_each_line_is_shown():
         assert read_all(reader, stdout) == b"[rank 0] done\r\n[rank 0] next\n[rank 0]  2%\n"
 
 
-def test_a_line_does_not_overwrite_the_progress_bar_of_another_rank():
-    with pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
-        ranks.write(0, b"50%\r")
-        read_until(reader, rb"50%\r")
-        ranks.write(1, b"hello\n")
-        assert read_until(reader, rb"hello\n") == b"\n[rank 1] hello\n"
-
-
-def test_progress_bars_of_two_ranks_overwrite_each_other():
-    with pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
-        ranks.write(0, b"50%\r")
-        read_until(reader, rb"50%\r")
-        ranks.write(1, b"40%\r")
-        assert read_until(reader, rb"40%\r") == b"[rank 1] 40%\r"
-
-
-def test_each_state_of_a_slow_progress_bar_is_shown_with_one_prefix():
-    with pipe_stream() as (reader, stdout), Ranks(1, stdout) as ranks:
-        ranks.write(0, b"\r  0%")
-        assert read_until(reader, rb"0%\r") == b"[rank 0]   0%\r"
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_states_of_progress_bars_are_lines(is_terminal):
+    with terminal() if is_terminal else pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
+        ranks.write(0, b"\r  0%")  # as tqdm draws
+        assert read_until(reader, rb"0%\n") == b"[rank 0]   0%\n"
+        ranks.write(1, b"  0%\r")
+        assert read_until(reader, rb"0%\n") == b"[rank 1]   0%\n"
         ranks.write(0, b"\r 50%")
-        assert read_until(reader, rb"50%\r") == b"[rank 0]  50%\r"
-        ranks.write(0, b"\r100%")
-        assert read_until(reader, rb"100%\r") == b"[rank 0] 100%\r"
-        ranks.write(0, b"\n")  # as tqdm ends its bar
-        assert read_until(reader, rb"\n.*\n") == b"\n[rank 0] 100%\n"
+        assert read_until(reader, rb"50%\n") == b"[rank 0]  50%\n"
+        ranks.write(0, b"\r100%\n")
+        assert read_until(reader, rb"100%\n") == b"[rank 0] 100%\n"
+        ranks.write(1, b"100%\r\nhello\n")
+        assert read_until(reader, rb"hello\n").replace(b"\r", b"") == b"[rank 1] 100%\n[rank 1] hello\n"
 
 
-def test_a_state_without_return_is_overwritten_by_the_next():
+def test_of_a_fast_progress_bar_few_states_are_shown():
+    with pipe_stream() as (reader, stdout):
+        ranks = Ranks(1, stdout)
+        for state in range(200):
+            ranks.write(0, b"\r%d/200" % state)
+            time.sleep(0.01)
+        ranks.write(0, b"\r200/200\n")
+        assert ranks.close()
+        lines = read_all(reader, stdout).splitlines()
+    assert 2 <= len(lines) <= 10  # about 3 on an idle machine
+    assert lines[-1] == b"[rank 0] 200/200"
+
+
+def test_a_state_without_return_is_followed_by_the_next():
     with pipe_stream() as (reader, stdout), Ranks(1, stdout) as ranks:
         ranks.write(0, b"10%")
         assert read_until(reader, rb"10%") == b"[rank 0] 10%"
         ranks.write(0, b"\r20%")
-        assert read_until(reader, rb"20%\r") == b"\r[rank 0] 20%\r"
+        assert read_until(reader, rb"20%\n") == b"\n[rank 0] 20%\n"
 
 
 @pytest.mark.parametrize(
     ("states", "shown"),
     [
-        ((b"50%\r", b"100%\r"), b"[rank 0] 50%\r[rank 0] 100%\r\n[rank 0] 100%\n"),
-        ((b"50%\r", b"100%\r", b"\r\n"), b"[rank 0] 50%\r[rank 0] 100%\r\n[rank 0] 100%\r\r\n"),
-        ((b"10%", b"\r20%\n"), b"[rank 0] 10%\r[rank 0] 20%\n"),
+        ((b"50%\r", b"100%\r"), b"[rank 0] 50%\n[rank 0] 100%\n"),
+        ((b"50%\r", b"100%\r", b"\r\n"), b"[rank 0] 50%\n[rank 0] 100%\n"),
+        ((b"\r50%", b" of all\n", b"\n"), b"[rank 0] 50%\n[rank 0] 50% of all\n[rank 0] \n"),
+        ((b"\r50%", b"\r50%", b"\n50%\n"), b"[rank 0] 50%\n[rank 0] 50%\n"),
+        ((b"10%", b"\r20%\n"), b"[rank 0] 10%\n[rank 0] 20%\n"),
         ((b"10%", b"\r"), b"[rank 0] 10%\n"),
         ((b"x\n", b"\r"), b"[rank 0] x\n"),
-        ((b"\r50%", b"\r   \r"), b"[rank 0] 50%\r\n"),
-        ((b"\r50%", b"\r\x1b[K", b"done\n"), b"[rank 0] 50%\r\n[rank 0] done\n"),
+        ((b"\r50%", b"\r   \r"), b"[rank 0] 50%\n"),
+        ((b"\r50%", b"\r\x1b[2K", b"done\n"), b"[rank 0] 50%\n[rank 0] done\n"),
     ],
 )
 def test_a_slow_progress_bar_leaves_neither_mixed_states_nor_a_bare_prefix(monkeypatch, states, shown):
     monkeypatch.setattr(output_module, "_PARTIAL_LINE_SECONDS", 0.0)  # each state is shown before the next is read
+    monkeypatch.setattr(output_module, "_BAR_SECONDS", 0.0)
     with pipe_stream() as (reader, stdout):
         ranks = Ranks(1, stdout)
         for state in states:
@@ -255,31 +258,6 @@ def test_a_slow_progress_bar_leaves_neither_mixed_states_nor_a_bare_prefix(monke
             wait_until(lambda: not unread_bytes(ranks.writers[0][0]))
         ranks.close()
         assert read_all(reader, stdout) == shown
-
-
-def test_on_a_terminal_whoever_comes_after_a_progress_bar_overwrites_it(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("NO_COLOR", "1")
-    with terminal() as (master, stdout), Ranks(2, stdout) as ranks:
-        ranks.write(0, b"\r 0%")
-        assert read_until(master, rb"0%\r") == b"[rank 0]  0%\r"
-        ranks.write(1, b"\r 0%")
-        assert read_until(master, rb"0%\r") == b"\x1b[K[rank 1]  0%\r"
-        ranks.write(0, b"\r10%\nhello\n")
-        assert read_until(master, rb"hello\n") == b"\x1b[K[rank 0] 10%\n[rank 0] hello\n"
-        ranks.write(1, b"\n(Pdb) ")
-        assert read_until(master, rb"\(Pdb\) ") == b"[rank 1]  0%\n[rank 1] (Pdb) "
-        ranks.write(0, b"hello\n")
-        assert read_until(master, rb"hello\n") == b"\n[rank 0] hello\n"  # a prompt is not overwritten
-
-
-def test_a_terminal_that_cannot_erase_gets_new_lines(monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    with terminal() as (master, stdout), Ranks(2, stdout) as ranks:
-        ranks.write(0, b"\r 0%")
-        read_until(master, rb"0%\r")
-        ranks.write(1, b"hello\n")
-        assert read_until(master, rb"hello\n") == b"\n[rank 1] hello\n"
 
 
 def test_prompt_is_shown_and_continued():
@@ -300,8 +278,7 @@ def test_another_rank_begins_a_new_line_after_a_prompt():
         assert read_until(reader, rb"later\n") == b"[rank 0] later\n"
 
 
-def test_prompt_on_one_terminal_for_both_streams(monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
+def test_prompt_on_one_terminal_for_both_streams():
     with terminal() as (master, stdout), open(os.dup(stdout.fileno()), "w", encoding="utf-8") as stderr:
         ranks = Ranks(1, stdout, stderr)
         ranks.write(0, b"name? ", 1)
@@ -377,37 +354,6 @@ def test_tail_is_kept():
             *(f"line {number}" for number in range(100)),
             "caf\N{REPLACEMENT CHARACTER}",
         ]
-
-
-@pytest.mark.parametrize("end", ["stdout", "stderr"])
-def test_prefix_is_coloured_on_terminals_only(end, monkeypatch):
-    for name in ("NO_COLOR", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    with terminal() as (master, stream):
-        ranks = Ranks(1, **{end: stream})
-        number = ("stdout", "stderr").index(end) + 1
-        ranks.write(0, b"x\n", number)
-        ranks.write(0, b"x\n", 3 - number)
-        assert read_until(master, rb"\n") == b"\x1b[38;5;31m[rank 0]\x1b[0m x\n"
-        assert ranks.close()
-        assert {"stdout": ranks.stderr, "stderr": ranks.stdout}[end].getvalue() == "[rank 0] x\n"
-
-
-@pytest.mark.parametrize(
-    ("environment", "is_terminal", "wanted"),
-    [
-        ({}, True, True),
-        ({}, False, False),
-        ({"TERM": "dumb"}, True, False),
-        ({"NO_COLOR": "1"}, True, False),
-        ({"NO_COLOR": ""}, True, True),
-        ({"FORCE_COLOR": "1"}, False, True),
-        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
-    ],
-)
-def test_environment_decides_on_colour(environment, is_terminal, wanted):
-    assert wants_colour(is_terminal, environment) is wanted
 
 
 def test_blocked_terminal_keeps_nobody_from_ending():
@@ -531,8 +477,7 @@ def test_nothing_is_left_open():
     assert set(os.listdir("/proc/self/fd")) == ranks.before
 
 
-def test_log_files_hold_the_bytes_of_both_streams(tmp_path, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
+def test_log_files_hold_the_bytes_of_both_streams(tmp_path):
     directory = tmp_path / "deep" / "logs"
     with pipe_stream() as (reader, stdout), Ranks(2, stdout, log_dir=str(directory)) as ranks:
         ranks.write(1, b"out \xff\r\n", 1)

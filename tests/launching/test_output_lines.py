@@ -1,10 +1,10 @@
-"""The last lines of a rank, as the report of a failure shows them, and the colours of the ranks."""
+"""The last lines of a rank, as the report of a failure shows them."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.launching.output import RANK_COLOURS, RankOutput
+from gradsync.launching.output import RankOutput
 
 # Bytes in which line ends, and characters of several bytes, whole and cut, are frequent.
 CHUNKS = st.lists(
@@ -44,21 +44,3 @@ def test_the_tail_begins_with_a_whole_line_or_at_least_a_whole_character(separat
     output.add((f"{line}{separator}" * 1000 + "x" * extra).encode())
     first = output.last_lines()[0]
     assert first == line if separator else set(first) <= {"\N{EURO SIGN}", "x"}
-
-
-def luminance(number):
-    """Relative luminance, by the formula of WCAG, of one of the 216 colours of the cube."""
-    levels = (0, 95, 135, 175, 215, 255)
-    channels = [levels[(number - 16) // step % 6] / 255 for step in (36, 6, 1)]
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize("number", RANK_COLOURS)
-def test_colours_are_readable_on_black_and_on_white(number):
-    assert (luminance(number) + 0.05) / 0.05 >= 4
-    assert 1.05 / (luminance(number) + 0.05) >= 4
-
-
-def test_neighbouring_ranks_differ_in_colour():
-    assert len(set(RANK_COLOURS)) == len(RANK_COLOURS) == 8

@@ -18,7 +18,7 @@ import selectors
 import threading
 import time
 import weakref
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from typing import TextIO
 
 from gradsync.errors import InvalidArgument
@@ -30,18 +30,15 @@ _TAIL_BYTES = 16 * 1024
 _CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # the bytes of UTF-8 that begin no character
 # After this time the launcher shows an incomplete line, because this line may be a question to the user.
 _PARTIAL_LINE_SECONDS = 0.1
-
-_ERASE_LINE = b"\x1b[K"
+# After a state of a progress bar, the launcher shows no other state for this time: tqdm draws ten states a second.
+_BAR_SECONDS = 1.0
 
 # The launcher writes a line up to this length whole, and a longer line in pieces, so that memory stays bounded.
 _MAX_LINE_BYTES = 256 * 1024
 
-# Colours of terminals with 256 colours: at least 4:1 contrast on black and on white; neighbours differ in hue. There is
-# no red, because readers expect it for failures.
-RANK_COLOURS = (31, 130, 133, 64, 63, 162, 29, 97)
-
 # The states of a line that a later state has overwritten.
 _OVERWRITTEN = re.compile(rb"^[^\n]*\r(?![\r\n])", re.MULTILINE)
+_CONTROL_SEQUENCE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 _LOG_NAME = re.compile(r"rank-(\d+)(?:\.restart-\d+)?\.log", re.ASCII)
 
 
@@ -211,13 +208,15 @@ class _RankStream:
         self.output = output
         self.rest = b""  # the part of the incomplete line that is not shown yet, or that may still change
         self.due: float | None = None  # when to show an incomplete line
+        self.shown_state: bytes | None = None  # of the incomplete line
+        self.next_state_at = 0.0
 
 
 class _Writer(threading.Thread):
     r"""A thread that copies the ranks' pipes to one destination; a blocked destination blocks only this thread.
 
-    With prefixes, the thread writes only the last state of each line: a program overwrites the states of a progress bar
-    with \r. The progress bars of several ranks overwrite each other.
+    With prefixes, the thread writes the states of a progress bar, which a program overwrites with \r, as lines: the
+    last state, and before it at most one state a second.
 
     Args:
         descriptor: the descriptor to write to; -1 drops the output.
@@ -234,13 +233,10 @@ class _Writer(threading.Thread):
         self._has_prefix = prefix
         self._warnings = warnings
         self._is_terminal = descriptor >= 0 and os.isatty(descriptor)
-        self._has_colour = wants_colour(self._is_terminal)
-        self._can_erase = self._is_terminal and os.environ.get("TERM") != "dumb"
         self.prints_loss = False
         self._streams: list[_RankStream] = []  # the streams that have not ended
         self._label_width = 0
         self._open: object = None  # the rank, or the stream of a rank, whose incomplete line is the last output
-        self._shows_bar = False  # whether the last output is a progress bar, which the next output overwrites
         # poll() takes any descriptor; epoll refuses files, and /dev/null.
         self._selector = selectors.PollSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -283,8 +279,6 @@ class _Writer(threading.Thread):
                     self._show_rest(stream)
                 elif is_ending and stream.descriptor not in ready:
                     self._end(stream)  # a process that outlives the run may hold the pipe open
-        if self._shows_bar:  # its program has erased it, and the bar is still the last line
-            self._put(_ERASE_LINE if self._can_erase else b"\n")
 
     def _seconds_to_wait(self, is_ending: bool) -> float | None:
         if is_ending:
@@ -305,47 +299,63 @@ class _Writer(threading.Thread):
             self._warn(f"warning: {problem}")
         end = data.rfind(b"\n") + 1
         if end:
-            self._write(stream, stream.rest + data[:end])
+            self._write_lines(stream, stream.rest + data[:end])
             stream.rest, stream.due = b"", None
         stream.rest += data[end:]
         if len(stream.rest) > _MAX_LINE_BYTES:
             self._show_rest(stream)
         elif stream.rest and stream.due is None:
             stream.due = time.monotonic() + _PARTIAL_LINE_SECONDS
+            if self._has_prefix and b"\r" in stream.rest:
+                stream.due = max(stream.due, stream.next_state_at)
 
     def _show_rest(self, stream: _RankStream) -> None:
-        """Writes an incomplete line: a progress bar, a question to the user, or the beginning of a long line."""
+        """Writes an incomplete line: a state of a progress bar, a question to the user, or a part of a long line."""
         rest, stream.rest, stream.due = stream.rest, b"", None
-        if self._has_prefix and b"\r" in rest:
-            state = rest.rstrip(b"\r").rpartition(b"\r")[2]
-            if not state.replace(_ERASE_LINE, b"").strip():  # the program has erased its bar
-                stream.rest = b"\r"
-                return
-            # Written again in the complete line; with the \r the program continues at the beginning of the line.
-            stream.rest = state + b"\r" * rest.endswith(b"\r")
-            self._write(stream, state + b"\r")
-        elif rest:
+        if not self._has_prefix or b"\r" not in rest or len(rest) > _MAX_LINE_BYTES:
             self._write(stream, rest)
+            return
+        state = _last_state(rest)
+        if not state:
+            stream.rest = b"\r"
+            return
+        # The program may continue this state, or overwrite it.
+        stream.rest = b"\r" + state + b"\r" * rest.endswith(b"\r")
+        if state != stream.shown_state:
+            stream.shown_state, stream.next_state_at = state, time.monotonic() + _BAR_SECONDS
+            self._begin_line()
+            self._write(stream, state + b"\n")
+
+    def _write_lines(self, stream: _RankStream, data: bytes) -> None:
+        """Writes whole lines; with prefixes, of each line only its last state, unless it is shown already."""
+        if self._has_prefix and b"\r" in data:
+            if _OVERWRITTEN.match(data):
+                self._begin_line()
+                data = _OVERWRITTEN.sub(b"", data)
+            first, _, others = data.partition(b"\n")
+            if first.rstrip(b"\r") == stream.shown_state:
+                data = others
+        stream.shown_state = None
+        if data:
+            self._write(stream, data)
+
+    def _begin_line(self) -> None:
+        if self._open is not None:
+            self._open = None
+            self._put(b"\n")
 
     def _write(self, stream: _RankStream, data: bytes) -> None:
-        r"""Writes whole lines, the beginning of a line, or the state of a progress bar, which ends with \r."""
+        """Writes whole lines, or the beginning of a line."""
         # Without prefixes a rank's stdout may continue a line of its stderr, as without a launcher.
         owner = stream if self._has_prefix else stream.rank
-        is_bar = self._has_prefix and data.endswith(b"\r")
-        continues = self._open is owner and not is_bar and not (self._has_prefix and _OVERWRITTEN.match(data))
-        begin = b""
-        if self._shows_bar:
-            begin = _ERASE_LINE if self._can_erase else b"" if is_bar else b"\n"
-        elif self._open is not None and not continues:
-            begin = b"\r" if self._open is owner else b"\n"
+        if self._open is not owner:
+            self._begin_line()
         if self._has_prefix:
             prefix = self._prefix(stream.rank)
-            if not is_bar:
-                data = _OVERWRITTEN.sub(b"", data) if b"\r" in data else data
-            data = (b"" if continues else prefix) + data[:-1].replace(b"\n", b"\n" + prefix) + data[-1:]
-        self._shows_bar = is_bar
-        self._open = None if is_bar or data.endswith(b"\n") else owner
-        self._put(begin + data)
+            begin = b"" if self._open is owner else prefix
+            data = begin + data[:-1].replace(b"\n", b"\n" + prefix) + data[-1:]
+        self._open = None if data.endswith(b"\n") else owner
+        self._put(data)
 
     def _put(self, data: bytes) -> None:
         """Writes bytes; closes all pipes if the destination takes no more."""
@@ -366,16 +376,15 @@ class _Writer(threading.Thread):
 
     def _end(self, stream: _RankStream) -> None:
         """Writes the rest of a stream that has ended, and closes it."""
-        if self._has_prefix and (rest := stream.rest.rstrip(b"\r")):
-            self._write(stream, rest + b"\n")
-        else:
-            self._show_rest(stream)
+        if self._has_prefix and _last_state(stream.rest):
+            self._write_lines(stream, stream.rest + b"\n")
+        elif stream.rest and not self._has_prefix:
+            self._write(stream, stream.rest)
         if stream not in self._streams:  # the destination was lost just now
             return
         # Without prefixes, a file or a pipe gets exactly the bytes of the ranks.
         if self._open in (stream, stream.rank) and (self._has_prefix or self._is_terminal):
-            self._open = None
-            self._put(b"\n")
+            self._begin_line()
         if stream in self._streams:
             self._forget(stream)
 
@@ -386,15 +395,17 @@ class _Writer(threading.Thread):
 
     def _prefix(self, rank: int) -> bytes:
         """Returns the prefix of a rank's lines, padded to the width of the longest prefix."""
-        label = _label(rank)
-        padding = b" " * (self._label_width - len(label) + 1)
-        if not self._has_colour:
-            return label + padding
-        return b"\x1b[38;5;%dm%s\x1b[0m%s" % (RANK_COLOURS[rank % len(RANK_COLOURS)], label, padding)
+        return _label(rank).ljust(self._label_width) + b" "
 
 
 def _label(rank: int) -> bytes:
     return b"[rank %d]" % rank
+
+
+def _last_state(line: bytes) -> bytes:
+    """Returns what a terminal shows of an incomplete line; b"" if the program has erased the line."""
+    state = line.rstrip(b"\r").rpartition(b"\r")[2]
+    return state if _CONTROL_SEQUENCE.sub(b"", state).strip() else b""
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -408,15 +419,6 @@ def _write_all(descriptor: int, data: bytes) -> None:
             poll = select.poll()
             poll.register(descriptor, select.POLLOUT)
             poll.poll()
-
-
-def wants_colour(is_terminal: bool, environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether to use colour: NO_COLOR decides first, then FORCE_COLOR, then the terminal, as in Python."""
-    if environment.get("NO_COLOR"):
-        return False
-    if environment.get("FORCE_COLOR"):
-        return True
-    return is_terminal and environment.get("TERM") != "dumb"
 
 
 def _descriptor_of(stream: TextIO | None) -> int:
