@@ -66,7 +66,7 @@ def test_what_is_not_remembered_is_not_compared(
 
 
 @given(programs, st.integers(3, 5), st.data())
-def test_a_rank_without_a_dump_hides_no_other(program: list[Call], ranks: int, data: st.DataObject) -> None:
+def test_a_rank_without_a_history_hides_no_other(program: list[Call], ranks: int, data: st.DataObject) -> None:
     victim, missing = data.draw(st.permutations(range(ranks)))[:2]
     other = data.draw(st.sampled_from([call for call in CALLS if call != program[0]]))
     assume(missing != victim)

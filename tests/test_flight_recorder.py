@@ -56,6 +56,17 @@ def test_a_bucket_names_its_parameters() -> None:
     ]
 
 
+def test_the_recorder_shows_the_last_collectives_the_newest_first() -> None:
+    comm = local_communicator()
+    for _ in range(9):
+        comm.barrier()
+    comm.broadcast(np.ones(3))
+    title, newest, *others = repr(comm.recorder).splitlines()
+    assert title == "<FlightRecorder of group 'local': 10 collectives begun>"
+    assert newest.startswith("#10 broadcast(root 0) float64[3] 24 bytes done in ")
+    assert [line.partition(" ")[0] for line in others] == [f"#{number}" for number in range(9, 2, -1)]
+
+
 def test_what_is_refused_before_it_begins_is_not_recorded() -> None:
     comm = local_communicator()
     with pytest.raises(gs.InvalidArgument):

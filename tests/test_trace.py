@@ -97,6 +97,7 @@ def test_the_summary_says_where_the_time_went_and_who_was_waited_for(tmp_path: P
     assert files == f"gradsync: open {tmp_path / 'all-ranks.json'} in https://ui.perfetto.dev"
 
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "traced_step.py"
 SCRIPT = """
 import sys
 import numpy as np
@@ -112,8 +113,7 @@ with gs.init_process_group("shm") as comm:
 
 
 def test_gradsync_run_ends_with_four_lines(tmp_path: Path) -> None:
-    script = command.write_script(tmp_path, SCRIPT)
-    code, out, err = command.run("run", "-n", 2, "--no-prefix", "--trace", tmp_path / "traced", script)
+    code, out, err = command.run("run", "-n", 2, "--no-prefix", "--trace", tmp_path / "traced", EXAMPLE)
     assert (code, out) == (0, "")
     assert err == (tmp_path / "traced/summary.txt").read_text()
     assert len(err.splitlines()) == 4
@@ -132,6 +132,13 @@ def test_a_run_that_fails_leaves_traces_too(tmp_path: Path) -> None:
         assert names(events_of(tmp_path / f"traced/rank-{rank}.json"), "step", rank) == ["step"] * 4
     [failed] = [event for event in events_of(tmp_path / "traced/rank-0.json") if event["args"].get("state") == "failed"]
     assert failed["name"].startswith("all_reduce(mean)")
+
+
+def test_a_rank_that_is_killed_leaves_no_trace_and_no_summary(tmp_path: Path) -> None:
+    script = command.write_script(tmp_path, SCRIPT.replace("raise KeyError", "import os; os._exit(3)  #"))
+    code, _, err = command.run("run", "-n", 2, "--trace", tmp_path / "traced", script, "fail")
+    assert (code, "most waited for" in err) == (3, False)
+    assert not {"rank-1.json", "all-ranks.json", "summary.txt"} & set(os.listdir(tmp_path / "traced"))
 
 
 def test_a_second_process_group_adds_to_the_trace(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ _HOOK = "register_hook() takes a function of the bucket, and examples/hooks.py h
 _ADD_UP = "add gradients up in arrays of your own, and hand over each sum once"
 _UNEVEN = "docs/uneven.md shows the two lines that average over uneven batches"
 _SIZES = "pass the number of rows of each rank; comm.all_gather(np.array([len(array)])) gives this list"
-_REPORT = "the launcher's report and comm.recorder show where each rank is"
+_REPORT = "the launcher's report shows where each rank is, and print(comm.recorder) the last collectives"
 _TRACE = "gradsync run --trace DIR writes a Chrome trace that https://ui.perfetto.dev opens"
 
 #: Where a user types the word -> the word -> what to write instead.

@@ -117,7 +117,7 @@ class Communicator:
         backend: the backend's name: "local", "shm", "nccl" or "mpi".
         device: the device on which the collectives run: "cpu", or a CUDA device such as "cuda:0".
         recorder: the flight recorder: this rank's last collectives and messages on this communicator.
-            `print(comm.recorder.describe())` shows them.
+            `print(comm.recorder)` shows them.
     """
 
     device: str = "cpu"

@@ -17,11 +17,11 @@ class Call(NamedTuple):
     """A collective that a rank has begun.
 
     Attributes:
-        digest: a number or text that is equal on ranks that call the same collective.
+        digest: a number that is equal on ranks that call the same collective.
         what: the description of the collective.
     """
 
-    digest: int | str
+    digest: int
     what: str
 
 
@@ -68,8 +68,8 @@ def first_divergence(group: str, histories: Mapping[int, History]) -> Divergence
         histories: by world rank: the rank's last collectives in this group.
     """
     for number in sorted({number for history in histories.values() for number in history}):
-        sides: dict[int | str, list[int]] = {}
-        calls: dict[int | str, Call] = {}
+        sides: dict[int, list[int]] = {}
+        calls: dict[int, Call] = {}
         for rank, history in sorted(histories.items()):
             if number in history:
                 call = calls.setdefault(history[number].digest, history[number])

@@ -108,7 +108,7 @@ class FlightRecorder:
             traced.append(self)
 
     def __repr__(self) -> str:
-        """Returns the name of the group, the number of collectives, and the last of them as `describe` shows them."""
+        """Returns the group, its number of collectives, and the last of them as `describe` shows them."""
         title = f"<FlightRecorder of group {self.group!r}: {self.begun} collectives begun>"
         return "\n".join([title, *self.describe().splitlines()])
 
@@ -167,7 +167,7 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1.0 else f"{seconds:.1f} s"
 
 
-def names_text(names: Sequence[str], shown: int = 2) -> str:
-    """Returns the first names and the number of other names, such as "[conv1.weight, conv1.bias, 12 more]"."""
-    more = len(names) - shown
-    return f"[{', '.join([*names[:shown], *([f'{more} more'] if more > 0 else [])])}]"
+def names_text(names: Sequence[str]) -> str:
+    """Returns the first two names and the number of other names, such as "[conv1.weight, conv1.bias, 12 more]"."""
+    more = [f"{len(names) - 2} more"] if len(names) > 2 else []
+    return f"[{', '.join([*names[:2], *more])}]"

@@ -2,7 +2,8 @@
 
 A trace is on if GRADSYNC_TRACE names a folder; `gradsync run --trace DIR` sets this variable for its ranks. Each rank
 keeps its events in memory, and writes DIR/rank-N.json at the end of its process group, also after a failure. The rank
-that writes last finds the files of all ranks: it joins them in DIR/all-ranks.json, and prints where the time went.
+that writes last finds the files of all ranks: it joins them in DIR/all-ranks.json, and prints where the time went. For
+this, ranks on several machines need a folder that they share.
 
 Without a trace, gradsync only reads the variable `active` for each bucket and each gradient, and calls an empty
 function at the end of each phase.
