@@ -1,10 +1,10 @@
-"""Training that continues after a failure: it saves each epoch in a directory that survives a restart.
+"""Training that continues after a failure: it saves each epoch in a directory.
 
-    gradsync run -n 2 --max-restarts 2 examples/resume_after_failure.py --fail-in-epoch 3
+    gradsync run -n 2 --max-restarts 2 examples/resume_after_failure.py checkpoints --fail-in-epoch 3
 
 Rank 1 kills itself in the third epoch. gradsync then starts all ranks again. The ranks continue from the last
-checkpoint, and end with the same weights as a training without a failure. With --state-dir DIR the checkpoint remains
-after the command has ended.
+checkpoint, and end with the same weights as a training without a failure. A later run with the same directory continues
+from there too.
 """
 
 import argparse
@@ -57,12 +57,12 @@ def train_epoch(comm, sync, state, epoch):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="the directory of the checkpoint")
     parser.add_argument("--fail-in-epoch", type=int, help="the epoch in which rank 1 kills itself, in the first start")
     options = parser.parse_args()
-    if "GRADSYNC_STATE_DIR" not in os.environ:
-        parser.error("there is no place for checkpoints: start with gradsync run --max-restarts 2, or --state-dir DIR")
-    checkpoint = Path(os.environ["GRADSYNC_STATE_DIR"], "checkpoint.npz")
-    is_first_start = os.environ["GRADSYNC_RESTART_COUNT"] == "0"
+    options.folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = options.folder / "checkpoint.npz"
+    is_first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
     with gs.init_process_group() as comm:
         rng = np.random.default_rng(comm.rank)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
 import subprocess
@@ -21,8 +20,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 def run(*words: object) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "gradsync", "run", "-n", "2", *map(str, words)]
-    environment = {name: value for name, value in os.environ.items() if name != "GRADSYNC_STATE_DIR"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -32,7 +30,7 @@ def checkpoint(folder: Path) -> dict[str, np.ndarray]:
 
 
 def train(folder: Path, *words: object) -> tuple[int, str, str]:
-    return run("--max-restarts", 2, "--state-dir", folder, EXAMPLES / "resume_after_failure.py", *words)
+    return run("--max-restarts", 2, EXAMPLES / "resume_after_failure.py", folder, *words)
 
 
 def test_a_resumed_training_ends_with_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+import gradsync as gs
+
 SCRIPT = "import gradsync as gs\ngs.init_process_group().close()\n"
 
 
@@ -36,6 +38,36 @@ def test_it_is_told_once_for_a_run(command: list[str], variables: dict[str, str]
     told = [line for line in done.stderr.splitlines() if "GRADSYNC_TIMOUT" in line]
     line = "gradsync: warning: GRADSYNC_TIMOUT: gradsync has no such variable and ignores it; did you mean "
     assert told == [f"{line}GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS?"] * count, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [
+        (["-m", "gradsync", "run", "-n", "2", "script.py"], {}),
+        (["-m", "gradsync", "serve", "--world-size", "2", "--secret-file", "secret"], {}),
+        (["script.py"], {}),
+        (["script.py"], of_another_launcher(1)),
+    ],
+    ids=["launcher", "server", "no launcher", "second rank of another launcher"],
+)
+def test_one_that_has_gone_is_refused(command: list[str], variables: dict[str, str], tmp_path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "secret").write_text("5a" * 32)
+    (tmp_path / "secret").chmod(0o600)
+    environ = {**os.environ, **variables, "GRADSYNC_STATE_DIR": "state"}
+    done = subprocess.run([sys.executable, *command], env=environ, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "GRADSYNC_STATE_DIR any more (removed in 0.3): choose a directory yourself, and pass it" in done.stderr
+    assert "no such variable" not in done.stderr
+
+
+@pytest.mark.parametrize("start", [lambda f: gs.launch(f), lambda f: gs.spawn(f, nprocs=1), lambda f: gs.launcher(f)()])
+def test_one_that_has_gone_is_refused_by_functions_that_start_ranks(start, monkeypatch) -> None:
+    monkeypatch.setenv("GRADSYNC_STATE_DIR", "state")
+    with pytest.raises(gs.InvalidArgument, match="no GRADSYNC_STATE_DIR any more"):
+        start(print)
+    monkeypatch.setenv("GRADSYNC_STATE_DIR", "")
+    assert gs.launch(os.getpid) is not None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import click
 from gradsync import __version__
 from gradsync.arguments import DEFAULT_GRACE_SECONDS, LARGEST_PORT
 from gradsync.backends import BACKENDS, TABLE
-from gradsync.environment import BACKEND, COLLECTIVE_TIMEOUT_SECONDS, SECRET, SECRET_FILE, STATE_DIR
+from gradsync.environment import BACKEND, COLLECTIVE_TIMEOUT_SECONDS, SECRET, SECRET_FILE
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RendezvousError
 from gradsync.removed import refuse_removed
 
@@ -278,12 +278,6 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     default=0,
     show_default=True,
     help="Largest number of restarts, on one machine. A restart starts all ranks again after a rank has failed.",
-)
-@click.option(
-    "--state-dir",
-    metavar="DIR",
-    help=f"Directory for the ranks' checkpoints; ranks find it in {STATE_DIR}.  "
-    "[default: with --max-restarts, a temporary directory, which gradsync removes at the end]",
 )
 @click.option(
     "--log-dir",

@@ -203,25 +203,6 @@ SECRET_FILE = Variable(
     "Path of a file with the secret in hexadecimal. The file must belong to the user, and other users must have no "
     "access to it (mode 0600).",
 )
-RESTART_COUNT = Variable(
-    "GRADSYNC_RESTART_COUNT",
-    _integer,
-    0,
-    "Number of times that gradsync's launcher has restarted all ranks. The launcher sets this variable.",
-)
-MAX_RESTARTS = Variable(
-    "GRADSYNC_MAX_RESTARTS",
-    _integer,
-    0,
-    "Largest number of times that gradsync's launcher restarts all ranks. The launcher sets this variable.",
-)
-STATE_DIR = Variable(
-    "GRADSYNC_STATE_DIR",
-    _text,
-    None,
-    "Directory for checkpoints. gradsync's launcher keeps this directory when it restarts the ranks. `gradsync run` "
-    "sets this variable, with --state-dir or --max-restarts.",
-)
 COLLECTIVE_TIMEOUT_SECONDS = Variable(
     "GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS",
     _seconds,

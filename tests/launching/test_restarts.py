@@ -1,6 +1,4 @@
-"""All ranks are started again after a failure, with what they left in the state directory."""
-
-import os
+"""All ranks are started again after a failure, with what they left in a directory of the user's."""
 
 import command
 
@@ -11,14 +9,13 @@ FALTERING = """
     import os, sys
     from pathlib import Path
     import gradsync as gs
-    restart, state = os.environ["GRADSYNC_RESTART_COUNT"], Path(os.environ["GRADSYNC_STATE_DIR"])
-    assert restart == os.environ["TORCHELASTIC_RESTART_COUNT"]
+    restart, state = os.environ["TORCHELASTIC_RESTART_COUNT"], Path(sys.argv[1])
     with gs.init_process_group() as comm:
-        print(restart, sorted(path.name for path in state.iterdir()), state, flush=True)
+        print(restart, sorted(path.name for path in state.iterdir()), flush=True)
         comm.barrier()
         (state / f"{restart}-{comm.rank}").touch()
         comm.barrier()
-        if comm.rank == 1 and int(restart) < int(sys.argv[1]):
+        if comm.rank == 1 and int(restart) < int(sys.argv[2]):
             raise SystemExit(5)
 """
 FIRST_TWO = ["0-0", "0-1", "1-0", "1-1"]
@@ -26,22 +23,21 @@ FIRST_TWO = ["0-0", "0-1", "1-0", "1-1"]
 
 def run(tmp_path, *options, failures=2):
     script = command.write_script(tmp_path, FALTERING)
-    return command.run("run", "--no-prefix", "-n", 2, *options, script, failures)
+    state = tmp_path / "state"
+    state.mkdir()
+    return command.run("run", "--no-prefix", "-n", 2, *options, script, state, failures)
 
 
 def test_ranks_start_again_and_find_their_state(tmp_path):
     """And log files of each start are kept."""
     code, out, err = run(tmp_path, "--max-restarts", 3, "--log-dir", tmp_path / "logs")
     assert code == 0, err
-    lines = out.splitlines()
-    state = lines[0].split()[-1]
-    assert lines == [f"{n} {FIRST_TWO[: 2 * n]} {state}" for n in (0, 0, 1, 1, 2, 2)]
-    assert not os.path.exists(state)
+    assert out.splitlines() == [f"{n} {FIRST_TWO[: 2 * n]}" for n in (0, 0, 1, 1, 2, 2)]
     assert err.count("failed with exit code 5") == 2
     assert "gradsync: starting all ranks again (restart 2 of at most 3)\n" in err
     for restart in range(3):
         text = (tmp_path / "logs" / log_name(1, restart)).read_text()
-        assert text.startswith(f"{restart} {FIRST_TWO[: 2 * restart]} ")
+        assert text == f"{restart} {FIRST_TWO[: 2 * restart]}\n"
 
 
 def test_the_last_failure_counts_when_no_restart_is_left(tmp_path):
@@ -49,21 +45,6 @@ def test_the_last_failure_counts_when_no_restart_is_left(tmp_path):
     assert code == 5
     assert len(out.splitlines()) == 4
     assert "failed with exit code 5" in err.splitlines()[-1]
-
-
-def test_a_state_directory_of_ones_own_stays(tmp_path):
-    state = tmp_path / "deep" / "state"
-    code, _, _ = run(tmp_path, "--state-dir", state)
-    assert code == 5
-    assert sorted(os.listdir(state)) == ["0-0", "0-1"]
-    code, _, err = run(tmp_path, "--state-dir", state, "--max-restarts", 1, failures=1)
-    assert code == 0, err
-    assert sorted(os.listdir(state)) == FIRST_TWO
-
-
-def test_without_restarts_there_is_no_state_directory(tmp_path):
-    script = command.write_script(tmp_path, "import os; print('GRADSYNC_STATE_DIR' in os.environ)")
-    assert command.run("run", "-n", 1, script) == (0, "False\n", "")
 
 
 def test_stale_rank_of_an_earlier_start_is_refused(tmp_path):
@@ -74,9 +55,9 @@ def test_stale_rank_of_an_earlier_start_is_refused(tmp_path):
         import gradsync as gs
         from gradsync import environment
         from gradsync.rendezvous.client import RendezvousClient
-        file = Path(os.environ["GRADSYNC_STATE_DIR"]) / "secret"
+        file = Path(sys.argv[1])
         with gs.init_process_group() as comm:
-            if os.environ["GRADSYNC_RESTART_COUNT"] == "0":
+            if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 comm.barrier()
                 if comm.rank == 0:
                     file.write_bytes(environment.take_secret())
@@ -92,7 +73,7 @@ def test_stale_rank_of_an_earlier_start_is_refused(tmp_path):
             comm.barrier()
         """
     script = command.write_script(tmp_path, source)
-    code, out, err = command.run("run", "--no-prefix", "-n", 2, "--max-restarts", 1, script)
+    code, out, err = command.run("run", "--no-prefix", "-n", 2, "--max-restarts", 1, script, tmp_path / "secret")
     assert (code, out) == (0, "refused\nrefused\n"), err
 
 
@@ -104,8 +85,8 @@ def test_each_start_counts_its_generations_from_one(tmp_path):
         for _ in range(2):
             with gs.init_process_group() as comm:
                 if comm.rank == 0:
-                    print(os.environ["GRADSYNC_RESTART_COUNT"], process_group._client.generation, flush=True)
-        sys.exit(1 if os.environ["GRADSYNC_RESTART_COUNT"] == "0" else 0)
+                    print(os.environ["TORCHELASTIC_RESTART_COUNT"], process_group._client.generation, flush=True)
+        sys.exit(1 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
         """
     script = command.write_script(tmp_path, source)
     code, out, _ = command.run("run", "--no-prefix", "-n", 2, "--max-restarts", 1, script)

@@ -81,8 +81,6 @@ class Job:
         stdin_rank: the rank that gets this process's standard input, or None; the other ranks read /dev/null.
         grace_seconds: how many seconds the ranks have to end, after the launcher has asked them to end, before SIGKILL.
         max_restarts: the limit of restarts; a restart starts all ranks again after a failure.
-        state_dir: the folder where ranks keep their state across restarts; the ranks find its path in
-            GRADSYNC_STATE_DIR.
         removed_variables: the names of variables of this process that ranks do not inherit.
         variables: further environment variables of the ranks.
         own_address: the address of this machine's interface towards the rendezvous server, if several launchers share
@@ -107,7 +105,6 @@ class Job:
     stdin_rank: int | None = 0
     grace_seconds: float = DEFAULT_GRACE_SECONDS
     max_restarts: int = 0
-    state_dir: str | None = None
     removed_variables: frozenset[str] = frozenset()
     variables: Mapping[str, str] = field(default_factory=dict)
     own_address: str | None = field(default=None, init=False)
@@ -166,8 +163,6 @@ def rank_environment(
         environment.LOCAL_WORLD_SIZE: str(job.n_ranks),
         environment.ADDRESS: endpoint.address,
         environment.BACKEND: job.backend,
-        environment.RESTART_COUNT: str(restart),
-        environment.MAX_RESTARTS: str(job.max_restarts),
         "RANK": rank,
         "WORLD_SIZE": world_size,
         "LOCAL_RANK": str(local_rank),
@@ -177,8 +172,6 @@ def rank_environment(
     }
     if endpoint.secret:
         own[environment.HOSTED] = "1"
-    if job.state_dir is not None:
-        own[environment.STATE_DIR] = os.path.abspath(job.state_dir)
     if job.gpus is not None:
         own["CUDA_VISIBLE_DEVICES"] = job.gpus[local_rank]
     # Ranks do not inherit these variables: a secret of this process belongs to a different run, and the variables of
@@ -187,7 +180,6 @@ def rank_environment(
         environment.SECRET,
         environment.SECRET_FILE,
         environment.HOSTED,
-        environment.STATE_DIR,
     }
     removed = job.removed_variables | of_gradsync | variables_of_mpi(environ)
     kept = {name: value for name, value in environ.items() if name not in removed}

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from importlib.machinery import PathFinder
 
 from gradsync import environment
@@ -31,7 +31,6 @@ def run_command(
     gpus: str | None,
     backend: str,
     max_restarts: int,
-    state_dir: str | None,
     log_dir: str | None,
     grace_seconds: float,
     stdin_rank: str,
@@ -92,7 +91,6 @@ def run_command(
         )
 
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(_state_dir(state_dir, max_restarts))
         rank_start, endpoint, listener = 0, None, None
         if nodes is not None:
             rank_start = nodes.number * n_ranks
@@ -114,7 +112,6 @@ def run_command(
             stdin_rank=reading_rank,
             grace_seconds=grace_seconds,
             max_restarts=max_restarts,
-            state_dir=folder,
             variables=variables,
         )
         outcome = supervise(job, make_output=make_output, notices=notices)
@@ -133,24 +130,6 @@ def _stdin_rank(text: str, world_size: int) -> int | None:
     if not text.isascii() or not text.isdigit() or int(text) >= world_size:
         raise InvalidArgument(f"--stdin needs a rank from 0 to {world_size - 1}, or 'none', got {text!r}")
     return int(text)
-
-
-@contextlib.contextmanager
-def _state_dir(state_dir: str | None, max_restarts: int) -> Iterator[str | None]:
-    """Yields the state directory; if the directory is temporary, removes it when the job has ended."""
-    if state_dir is not None:
-        try:
-            os.makedirs(state_dir, exist_ok=True)
-        except OSError as error:
-            raise InvalidArgument(f"--state-dir {state_dir!r} cannot be made: {error.strerror}") from None
-        yield state_dir
-    elif max_restarts == 0:
-        yield None
-    else:
-        import tempfile
-
-        with tempfile.TemporaryDirectory(prefix="gradsync-state-", ignore_cleanup_errors=True) as path:
-            yield path
 
 
 def script_target(path: str, arguments: Sequence[str] = ()) -> Target:

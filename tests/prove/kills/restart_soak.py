@@ -2,7 +2,7 @@
 
     python tests/prove/kills/restart_soak.py --kills 200 --json benchmarks/results/proof_restarts.json
 
-Each run is `gradsync run --max-restarts` on restart_training.py beside it, with checkpoints in GRADSYNC_STATE_DIR. A
+Each run is `gradsync run --max-restarts` on restart_training.py beside it, with checkpoints in a directory. A
 random rank gets SIGKILL or SIGSTOP at a random moment of each start, be it while the ranks boot, meet, train or write
 a checkpoint, so and so many times; then the training comes to its end. Its final weights, momentum and number of
 epochs must be those of a run that nothing disturbed, bit for bit, and nothing may be left behind. Run by `make prove`;
@@ -69,11 +69,12 @@ class Run:
 
     def __enter__(self) -> Run:
         state, scratch = self._folder / "state", self._folder / "scratch"
+        state.mkdir()
         scratch.mkdir()
         with (self._folder / "output").open("w") as output:
-            options = ["-n", str(RANKS), "--grace", "1", "--max-restarts", "1000000", "--state-dir", str(state)]
+            options = ["-n", str(RANKS), "--grace", "1", "--max-restarts", "1000000"]
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "gradsync", "run", *options, str(_SCRIPT), str(self._epochs)],
+                [sys.executable, "-m", "gradsync", "run", *options, str(_SCRIPT), str(state), str(self._epochs)],
                 env=os.environ | {MARK: self._mark, "TMPDIR": str(scratch), "XDG_RUNTIME_DIR": str(scratch)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -1,6 +1,6 @@
 """The training of examples/resume_after_failure.py, as long as one likes; leaves its final state as a file.
 
-gradsync run -n 3 --max-restarts 9 --state-dir DIR tests/prove/kills/restart_training.py EPOCHS
+gradsync run -n 3 --max-restarts 9 tests/prove/kills/restart_training.py DIR EPOCHS
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from resume_after_failure import resume, save, train_epoch
 
 
 def main() -> None:
-    epochs = int(sys.argv[1])
-    checkpoint = Path(os.environ["GRADSYNC_STATE_DIR"], "checkpoint.npz")
+    checkpoint, epochs = Path(sys.argv[1], "checkpoint.npz"), int(sys.argv[2])
     with gs.init_process_group(timeout_seconds=5.0) as comm:  # a rank may be stopped before the others have met it
         print("address", os.environ["GRADSYNC_ADDRESS"], flush=True)
         rng = np.random.default_rng(comm.rank)
