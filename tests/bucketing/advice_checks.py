@@ -60,14 +60,6 @@ def error_line(call: Any) -> str:
     return str(error).splitlines()[-1].strip()
 
 
-def other_local_passes(comm: Any, kit_name: str) -> str:
-    kit, callback = make_kit(comm, kit_name), gs.AllreduceCallback(group=comm)
-    for _ in range(2 + comm.rank):
-        with callback.accumulate():
-            callback("w", kit.put(np.ones(3)))
-    return error_line(lambda: hand_over(callback, kit, [("w", (3,), "float64")]))
-
-
 def hook_on_one_rank(comm: Any, kit_name: str) -> str:
     kit, callback = make_kit(comm, kit_name), gs.AllreduceCallback(group=comm)
     if comm.rank == 1:
@@ -99,9 +91,22 @@ def missing_array(comm: Any, kit_name: str) -> str:
 
 
 def other_arrays(comm: Any, kit_name: str) -> str:
-    """No gradients of a callback: nothing but the ranks can be named."""
+    """No gradients of a callback."""
     array = make_kit(comm, kit_name).put(np.ones(4 if comm.rank == 1 else 3))
     return error_line(lambda: comm.all_reduce(array))
+
+
+def other_callbacks(comm: Any, kit_name: str) -> str:
+    kit = make_kit(comm, kit_name)
+    generator, discriminator = gs.AllreduceCallback(group=comm), gs.AllreduceCallback(group=comm)
+    return error_line(lambda: hand_over(discriminator if comm.rank == 1 else generator, kit, ALL))
+
+
+def other_collectives(comm: Any, kit_name: str) -> str:
+    """One rank ends a step, another one saves a checkpoint."""
+    kit, callback = make_kit(comm, kit_name), gs.AllreduceCallback(group=comm)
+    hand_over(callback, kit, ALL)
+    return error_line(comm.barrier if comm.rank == 1 else lambda: hand_over(callback, kit, ALL))
 
 
 def another_order_of_many(comm: Any, kit_name: str) -> str:

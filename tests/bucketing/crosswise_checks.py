@@ -92,7 +92,7 @@ def cross_from_one_line(comm: Any, kit_name: str) -> None:
     generator = make()
     discriminator = make()
     error = expect(gs.PlanMismatch, lambda: cross(comm, lambda: step(generator, 1), lambda: step(discriminator, 1000)))
-    assert "difference, the lines that made the callbacks:\n    rank 0: called from crosswise_checks.py:" in str(error)
+    assert "difference, line 1:\n    rank 0: called from crosswise_checks.py:" in str(error)
     several = [make() for _ in range(3)]
     error = expect(gs.PlanMismatch, lambda: cross(comm, lambda: step(several[1], 1), lambda: step(several[2], 1000)))
     assert "    rank 0: number 2 of the callbacks made at this line" in str(error)

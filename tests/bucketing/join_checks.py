@@ -168,7 +168,11 @@ def leave_after_a_failed_step(comm: Any, kit_name: str) -> list[float]:
 
     with callback.join():
         step()
-        expect(gs.PlanMismatch, lambda: step("float32" if comm.rank == 1 else "float64"), "'b' has a different dtype")
+        expect(
+            gs.PlanMismatch,
+            lambda: step("float32" if comm.rank == 1 else "float64"),
+            "'b' differs: float64[2] on rank 0; float32[2] on rank 1",
+        )
         futures = step() if comm.rank == 0 else []
     return [float(kit.get(future.result())[0]) for future in futures]
 

@@ -7,29 +7,33 @@ import pytest
 
 from places import GPU, SHM, STAND_IN, Place, always_on, on
 
+SAME = (
+    "hand over the same gradients, of the same shapes and dtypes, in the same order on all ranks; with parameters=..."
+)
+OPTIONS = "make the callback with the same options on all ranks"
+ARRAYS = "pass arrays of the same shape and dtype on all ranks"
 LINES = {
-    "without the first": "rank 1 did not hand over 'w0'",
-    "without a middle one": "rank 1 did not hand over 'w1'",
-    "without the last": "rank 1 did not hand over 'w2'",
-    "nothing": "rank 1 did not hand over 'w0'",
-    "one more": "rank 0 did not hand over 'w3'",
-    "another order": "the gradients are the same, but their order differs",
-    "another shape": "'b1' has a different shape on rank 1 than on rank 0: [3] on rank 0, [4] on rank 1",
-    "another dtype, reduced later": "'b1' has a different dtype on rank 1 than on rank 0: float32 on rank 0, float64",
-    "another dtype, reduced before": "'b1' has a different dtype on rank 1 than on rank 0: float32 on rank 0, float16",
-    "another name": "the ranks hand over different gradients here: 'b1' on rank 0, 'bias' on rank 1: use the same",
-    "clip_norm on one rank": "clip_norm is set on rank 1 only",
-    "clip_norm on the others": "clip_norm is set on rank 0 only",
-    "two values of clip_norm": "clip_norm differs: 2.0 on rank 0, 1.0 on rank 1",
-    "sum and mean": "reduce_method differs: mean on rank 0, sum on rank 1",
-    "thresholds": "threshold_bytes differs: 10485760 on rank 0, 30 on rank 1: make the callback with the same options",
+    "without the first": f"'w0' is missing here on rank 1: {SAME}",
+    "without a middle one": f"'w1' is missing here on rank 1: {SAME}",
+    "without the last": f"'w2' is missing here on rank 1: {SAME}",
+    "nothing": f"'w0' is missing here on rank 1: {SAME}",
+    "one more": f"'w3' is missing here on rank 0: {SAME}",
+    "another order": "the order differs: hand over gradients in the same order on all ranks, or pass parameters=...",
+    "another shape": f"'b1' differs: float32[3] on rank 0; float32[4] on rank 1: {ARRAYS}",
+    "another dtype, reduced later": f"'b1' is missing here on rank 1: {SAME}",
+    "another dtype, reduced before": f"'b1' differs: float32[3] on rank 0; float16[3] on rank 1: {ARRAYS}",
+    "another name": f"'b1' is missing here on rank 1: {SAME}",
+    "clip_norm on one rank": f"the callback's options differ: mean on rank 0; mean, clip_norm 1.0 on rank 1: {OPTIONS}",
+    "clip_norm on the others": "the callback's options differ: mean, clip_norm 1.0 on rank 0; mean on rank 1: make",
+    "two values of clip_norm": "the callback's options differ: mean, clip_norm 2.0 on rank 0; mean, clip_norm 1.0 on",
+    "sum and mean": f"the callback's options differ: mean on rank 0; sum on rank 1: {OPTIONS}",
+    "thresholds": "the callback's options differ: mean on rank 0; mean, threshold_bytes 30 on rank 1:",
 }
 AMONG_THREE = {
-    "without a middle one": "rank 1 did not hand over 'w1', but ranks 0 and 2 did",
-    "another order": "the gradients are the same, but their order differs on rank 1 from the order on ranks 0 and 2: ",
-    "one more": "ranks 0 and 2 did not hand over 'w3', but rank 1 did",
-    "another shape": "'b1' has a different shape on rank 1 than on ranks 0 and 2: [3] on ranks 0 and 2, [4] on rank 1",
-    "clip_norm on the others": "clip_norm is set on ranks 0 and 2 only",
+    "without a middle one": f"'w1' is missing here on rank 1: {SAME}",
+    "one more": f"'w3' is missing here on ranks 0 and 2: {SAME}",
+    "another shape": f"'b1' differs: float32[3] on ranks 0 and 2; float32[4] on rank 1: {ARRAYS}",
+    "clip_norm on the others": "the callback's options differ: mean, clip_norm 1.0 on ranks 0 and 2; mean on rank 1:",
 }
 
 
@@ -53,19 +57,19 @@ def test_the_odd_one_of_three_ranks_is_named(name: str) -> None:
 
 
 def test_other_differences_are_named() -> None:
-    for line in SHM.run(2, checks.other_local_passes, SHM.kit):
-        assert line.startswith(
-            "the ranks had different numbers of local passes before this step, but need equal numbers: 2 on"
-        )
     for line in SHM.run(2, checks.hook_on_one_rank, SHM.kit):
-        assert line.startswith("hook is set on rank 1 only")
+        assert line == f"the callback's options differ: mean on rank 0; mean, hook on rank 1: {OPTIONS}"
     for line in SHM.run(2, checks.missing_parameter, SHM.kit):
-        assert line.startswith("rank 1 did not hand over 'w1'")
+        assert line.startswith(f"'w1' is missing here on rank 1: {SAME}")
     for line in SHM.run(2, checks.other_buckets, SHM.kit):
-        assert line.startswith("'w1' has a different shape on rank 1 than on rank 0")
+        assert line == f"'w1' differs: float64[3] on rank 0; float64[4] on rank 1: {ARRAYS}"
     for line in SHM.run(2, checks.missing_array, SHM.kit):
-        assert line.startswith("the ranks handed over different numbers of gradients: 3 on rank 0, 2 on rank 1: hand")
+        assert line.startswith(f"the numbers of gradients differ: 3 on rank 0; 2 on rank 1: {SAME}")
     for line in SHM.run(2, checks.another_order_of_many, SHM.kit):
-        assert line.startswith("the gradients are the same, but their order differs: hand them over in the same order")
-    for line in SHM.run(3, checks.other_arrays, SHM.kit):
-        assert line == "rank 1 differs from ranks 0 and 2: pass arrays of the same shape on all ranks"
+        assert line == LINES["another order"]
+    for line in SHM.run(2, checks.other_arrays, SHM.kit):
+        assert line == "pass the same arguments, and arrays of the same shape and dtype, on all ranks"
+    for line in SHM.run(2, checks.other_callbacks, SHM.kit):
+        assert line.endswith('name the callbacks: gs.AllreduceCallback(..., name="generator")')
+    for line in SHM.run(2, checks.other_collectives, SHM.kit):
+        assert line == "call the same collectives in the same order on all ranks"

@@ -7,30 +7,30 @@ from typing import Any
 
 import pytest
 
+import gradsync as gs
 from gradsync.communicators import failures
-from gradsync.communicators.agreement import CallSite, Description, Item, mismatch
+from gradsync.communicators.agreement import Agreement, CallSite, Description, mismatch
 from gradsync.communicators.failures import exchange_descriptions
 from gradsync.errors import RendezvousTimeout
 
-ITEMS = tuple([Item(f"'w{number}: [é\n'", "float32", (number, 3)) for number in range(5)])
+LINES = tuple([f"'w{number}: [é\n': float32[{number}, 3]" for number in range(5)])
 WHOLE = Description(
     "all_reduce (sum) of a bucket",
-    items=(*ITEMS, Item("called from train.py:3"), Item("['absent']", "None")),
-    item="gradient {} of the bucket",
-    kind="bucket",
-    callback="'generator'",
-    made_at="train.py:2 in main",
-    settings=(("hook", "Hook, first 1, last 2"), ("gradient_as_bucket_view", "")),
-    others=(Item("'b'", "float64", ()),),
-    has_ended=True,
+    (*LINES, "called from train.py:3", "['absent']: None"),
+    callback="number 2",
+    options="mean, hook Hook, first 1, last 2",
     call_site=CallSite("train.py:41 in step", "submitted at"),
 )
 
 
+def error_of(*descriptions: Description) -> gs.PlanMismatch:
+    return mismatch("rank 0/2", Agreement(0, lambda: descriptions[0]), dict(enumerate(descriptions)))
+
+
 def test_all_fields_arrive() -> None:
     assert Description.from_text(WHOLE.to_text()) == WHOLE
-    rows = Description("gather", "float32", ("rows", 3), "root 0")
-    assert Description.from_text(rows.to_text()) == rows
+    plain = Description("gather of float32[rows, 3] (root 0)")
+    assert Description.from_text(plain.to_text()) == plain
 
 
 @pytest.mark.parametrize("text", ["", "all_reduce", "[]", "[1, 2]", "[" * 100_000, '["a", 1e999]', "{}\n[]"])
@@ -40,22 +40,27 @@ def test_a_damaged_text_is_called_unreadable(text: str) -> None:
 
 def test_a_difference_is_named_whatever_the_names_look_like() -> None:
     name = "'a: float32[1], [2]: x'"
-    texts = [
-        WHOLE._replace(items=(Item(name, "float32", (length,)),), others=(), callback="").to_text() for length in (3, 4)
-    ]
-    error = mismatch("rank 0/2", None, dict(enumerate(map(Description.from_text, texts))))
-    assert f"first difference, gradient 0 of the bucket:\n    rank 0: {name}: float32[3]" in str(error)
-    assert str(error).endswith(f"{name} has a different shape on rank 1 than on rank 0: [3] on rank 0, [4] on rank 1")
+    texts = [WHOLE._replace(lines=(f"{name}: float32[{length}]",)).to_text() for length in (3, 4)]
+    error = error_of(*map(Description.from_text, texts))
+    assert f"first difference, line 1:\n    rank 0: {name}: float32[3]" in str(error)
+    assert f"{name} differs: float32[3] on rank 0; float32[4] on rank 1: pass arrays of the same shape" in str(error)
     assert error.places == {0: "train.py:41 in step", 1: "train.py:41 in step"}
 
 
-def test_an_absent_array_has_no_other_dtype() -> None:
-    present = Description("tree", items=(Item("['w']", "float32", (3,)),), item="array {} of the tree")
-    absent = present._replace(items=(Item("['w']", "None"),))
-    error = mismatch("rank 0/2", None, {0: present, 1: absent})
-    assert str(error).endswith(
-        "first difference, array 0 of the tree:\n    rank 0: ['w']: float32[3]\n    rank 1: ['w']: None"
-    )
+def test_an_absent_array_is_named() -> None:
+    error = error_of(Description("tree", ("['w']: float32[3]",)), Description("tree", ("['w']: None",)))
+    assert "first difference, line 1:\n    rank 0: ['w']: float32[3]\n    rank 1: ['w']: None" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("of_rank_0", "of_rank_1"), [(["a", "b"], ["a"]), (["b"], ["a"])], ids=["one more is missing", "another is missing"]
+)
+def test_what_is_missing_at_the_end_of_a_step_is_named(of_rank_0: list[str], of_rank_1: list[str]) -> None:
+    ends = [
+        Description("flush (mean)", tuple(f"{name}: no gradient" for name in missing), options="mean")
+        for missing in (of_rank_0, of_rank_1)
+    ]
+    assert "\n  b is missing here on rank 0: hand over the same gradients" in str(error_of(*ends))
 
 
 class Store:
@@ -81,9 +86,9 @@ class Store:
 
 def test_a_rank_without_a_description_hides_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "TEXTS_WITHIN_SECONDS", 0.1)
-    mine = Description("all_reduce", "float32", (3,), "sum")
+    mine = Description("all_reduce of float32[3] (sum)")
     client: Any = Store(mine)
     found = exchange_descriptions(client, "world", 7, mine.to_text(), [0, 1, 2])
     assert found == {0: mine, 1: Description("(no description: no rank has set world/agree/1/7)"), 2: mine}
-    text = str(mismatch("rank 0/3", None, found))  # ends without advice, because rank 1's call is unknown
+    text = str(error_of(*found.values()))  # ends without advice, because rank 1's call is unknown
     assert text.endswith("rank 2: all_reduce of float32[3] (sum)")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rendezvous_ranks import SECRET, connect_all, run_ranks, run_threads
 
-from gradsync.communicators.agreement import Description, Item
+from gradsync.communicators.agreement import Description
 from gradsync.communicators.failures import exchange_descriptions
 from gradsync.errors import CommunicatorClosed, InvalidArgument, RankFailed, RendezvousError, RendezvousTimeout
 from gradsync.rendezvous import store
@@ -282,11 +282,11 @@ def test_lost_server_is_told_to_every_thread_that_waits() -> None:
 
 def test_many_mismatches_do_not_fill_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MAX_STORED_BYTES", 1024**2)
-    items = tuple([Item(f"'{number:0900}'", "float32", (3,)) for number in range(200)])
+    lines = tuple([f"'{number:0900}': float32[3]" for number in range(200)])
 
     def work(client: RendezvousClient) -> None:
         for position in range(5):
-            described = {rank: Description(f"call {position} of rank {rank}", items=items) for rank in (0, 1)}
+            described = {rank: Description(f"call {position} of rank {rank}", lines) for rank in (0, 1)}
             own = described[client.rank].to_text()
             assert exchange_descriptions(client, "world", position, own, [0, 1]) == described
             client.barrier()  # the next collective, on which the ranks disagree too

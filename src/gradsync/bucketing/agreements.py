@@ -18,21 +18,19 @@ from __future__ import annotations
 import gc
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import count
 from typing import NamedTuple
-from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, WeakValueDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
 
 from gradsync.bucketing.plan import Bucket, list_of_names
-from gradsync.communicators.agreement import Agreement, Description, Item, StepSoFar, digest_of
+from gradsync.communicators.agreement import NO_GRADIENT, Agreement, Description, digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import get_world
 from gradsync.diagnostics import names_text
 from gradsync.errors import InvalidArgument, callers, shown, size_text
 from gradsync.reduction import ReduceOp
-
-_Settings = tuple[tuple[str, str], ...]
 
 
 class StepEvents:
@@ -42,28 +40,24 @@ class StepEvents:
         op: the operator of the reduction: sum or mean.
         settings: the options on which the ranks must agree, by name, with their values as text; a flag has the value
             "".
+        threshold_bytes: the option, which may differ between ranks as long as their buckets are equal.
 
     Attributes:
         local_passes: the number of local passes (backward passes without communication) before this step.
-        state_of: a weak reference to the method of Step that returns the state of the step at an event, for errors. If
-            `state_of` is None, the errors do not show this state.
     """
 
-    state_of: WeakMethod[Callable[[Bucket | Flush], StepSoFar]] | None = None
-
-    def __init__(self, op: ReduceOp, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(self, op: ReduceOp, settings: Mapping[str, str], threshold_bytes: object = None) -> None:
         self._reduce_op = op
+        self._threshold_bytes = threshold_bytes
         self._callback: KnownCallback | None = None
         self._others: dict[int, Agreement] = {}
         self.local_passes = 0
         self._index = 0
-        self.change_settings(settings or {})
+        self.change_settings(settings)
 
     def change_settings(self, settings: Mapping[str, str]) -> None:
         """Changes the settings of later events; call it between steps."""
-        op = self._reduce_op.value
-        self._op = ", ".join([op, *[f"{name} {value}".rstrip() for name, value in settings.items()]])
-        self._settings = (("reduce_method", op), *settings.items())
+        self._op = ", ".join([self._reduce_op.value, *[f"{name} {each}".rstrip() for name, each in settings.items()]])
         # The events of the last step, each with the number of local passes before it.
         self._known: list[tuple[Bucket | Flush, int, Agreement]] = []
 
@@ -107,13 +101,12 @@ class StepEvents:
     def _make(self, event: Bucket | Flush, index: int) -> Agreement:
         passes = self.local_passes
         content = event.specs if isinstance(event, Bucket) else tuple(event)
-        settings = (*self._settings, ("local_passes", str(passes))) if passes else self._settings
+        size = "" if self._threshold_bytes is None else f", threshold_bytes {self._threshold_bytes}"
         agreement = Agreement(
             digest_of("gradients", index, self._op, content, passes),
-            partial(_describe, event, self._op, passes, settings),
+            partial(_describe, event, self._op, passes, self._op + size),
             index,
             partial(_summarise, event, self._op),
-            so_far=None if self.state_of is None else partial(_so_far, self.state_of, event),
         )
         return agreement if self._callback is None else self._callback.include_in(agreement)
 
@@ -130,21 +123,15 @@ class Flush(NamedTuple):
     missing: tuple[str, ...] = ()
 
 
-def _so_far(state_of: WeakMethod[Callable[[Bucket | Flush], StepSoFar]], event: Bucket | Flush) -> StepSoFar:
-    """Returns the state of this rank's step at an event, for the error of a mismatch."""
-    method = state_of()
-    return StepSoFar() if method is None else method(event)
-
-
-def _describe(event: Bucket | Flush, op: str, passes: int, settings: _Settings) -> Description:
+def _describe(event: Bucket | Flush, op: str, passes: int, options: str) -> Description:
     after = f", after {_count(passes, 'local pass', 'local passes')}" if passes else ""
     if isinstance(event, Flush):
         without = f", without a gradient for {list_of_names(event.missing)}" if event.missing else ""
         what = f"flush ({op}) after {_count(event.gradients, 'gradient')}{without}{after}"
-        return Description(what, kind="flush", settings=settings)
-    items = tuple([spec.item for spec in event.specs])
-    what = f"all_reduce ({op}) of a bucket of {_count(len(items), 'gradient')}, {event.size_bytes} bytes{after}"
-    return Description(what, items=items, item="gradient {} of the bucket", kind="bucket", settings=settings)
+        return Description(what, tuple([f"{name}: {NO_GRADIENT}" for name in event.missing]), options=options)
+    lines = tuple(map(str, event.specs))
+    what = f"all_reduce ({op}) of a bucket of {_count(len(lines), 'gradient')}, {event.size_bytes} bytes{after}"
+    return Description(what, lines, options=options)
 
 
 def _summarise(event: Bucket | Flush, op: str) -> str:
@@ -198,7 +185,9 @@ class KnownCallback(NamedTuple):
         return str(self.number) if self.number > 1 or any(each is not self for each in others) else ""
 
     def _describe(self, agreement: Agreement) -> Description:
-        return agreement.describe()._replace(callback=self._shown(), made_at=self.made_at)
+        described, shown = agreement.describe(), self._shown()
+        which = f" (callback {shown}, made at {self.made_at})" if shown else ""
+        return described._replace(headline=f"{described.headline}{which}", callback=f"number {self.number}")
 
     def _summarise(self, agreement: Agreement) -> str:
         shown = self._shown()
@@ -276,8 +265,8 @@ class CallbackIdentity:
         what = f"the first use of {'callback' if name else 'a callback'}{name} (made at {self._stack[0]})"
         lines = [f"called from {line}" for line in self._stack[1:]]
         lines.append(f"number {self._number + 1} of the callbacks made at this line")
-        items = tuple(map(Item, lines)) if shows_stack and not name else ()
-        description = Description(what, items=items, item="the lines that made the callbacks", kind="first use")
+        shown = tuple(lines) if shows_stack and not name else ()
+        description = Description(what, shown, callback=f"{self._digest:x}")
         which = f"callback{name}" if name else "the callback"
         summary = f"the first step of {which} made at {_line_of(self._stack[0])}"
         return Agreement(digest_of(*parts), lambda: description, summarise=lambda: summary)

@@ -334,9 +334,8 @@ def _agreement_on_memory(buckets: Sequence[Bucket]) -> Agreement:
     specs = [bucket.specs for bucket in buckets]
 
     def describe() -> Description:
-        items = tuple([spec.item for of_bucket in specs for spec in of_bucket])
-        what = f"gradient_buffers of {len(items)} gradients in {len(specs)} buckets"
-        return Description(what, items=items, item="gradient {}")
+        lines = tuple([str(spec) for of_bucket in specs for spec in of_bucket])
+        return Description(f"gradient_buffers of {len(lines)} gradients in {len(specs)} buckets", lines)
 
     return Agreement(digest_of("gradient_buffers", specs), describe)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.arguments import integer_of
-from gradsync.communicators.agreement import Agreement, Description, Item, digest_of
+from gradsync.communicators.agreement import Agreement, Description, array_text, digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import broadcast_list
 from gradsync.communicators.groups import NonMember
@@ -254,10 +254,7 @@ def check_writable(what: str, named: Sequence[tuple[str, Array]], communicator: 
 
 def broadcast_named(what: str, named: Sequence[tuple[str, Array]], root: int, communicator: Communicator) -> None:
     """Broadcasts arrays after the ranks have agreed on their names, shapes and dtypes."""
-    items = tuple([Item(name, str(native.dtype), native.shape) for name, native in named])
-
-    def describe() -> Description:
-        return Description(f"{what} of {len(items)} arrays from root {root}", items=items, item="array {} of the list")
-
-    agreement = Agreement(digest_of(what, root, items), describe)
+    lines = tuple([f"{name}: {array_text(native.dtype, native.shape)}" for name, native in named])
+    described = Description(f"{what} of {len(lines)} arrays from root {root}", lines)
+    agreement = Agreement(digest_of(what, root, lines), lambda: described)
     broadcast_list(communicator, [native for _, native in named], root, agreement)

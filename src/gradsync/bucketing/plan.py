@@ -19,7 +19,7 @@ from math import prod
 from typing import NamedTuple
 
 from gradsync.arguments import integer_of
-from gradsync.communicators.agreement import Item
+from gradsync.communicators.agreement import array_text
 from gradsync.errors import InvalidArgument
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
@@ -56,10 +56,9 @@ class GradientSpec(NamedTuple):
             return self.name
         return self.name[1:-1] if "\\" not in self.name else str(ast.literal_eval(self.name))
 
-    @property
-    def item(self) -> Item:
-        """Describes the gradient for PlanMismatch."""
-        return Item(self.name, self.dtype, self.shape)
+    def __str__(self) -> str:
+        """Returns the gradient in one line, for PlanMismatch, e.g. "'w': float32[3, 4]"."""
+        return f"{self.name}: {array_text(self.dtype, self.shape)}"
 
     @property
     def size_elements(self) -> int:

@@ -104,7 +104,7 @@ class Reducer:
 
     def __init__(self, options: Options) -> None:
         self.op = options.op
-        self.events = StepEvents(options.op, options.settings())
+        self.events = StepEvents(options.op, options.settings(), options.threshold_bytes)
         self.statistics = Statistics()
         self.count_present: Callable[[int], int] | None = None
         self.values = Values(options.nonfinite, options.clip_norm)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.bucketing.accumulation import Accumulation
-from gradsync.bucketing.agreements import CallbackIdentity, Flush
+from gradsync.bucketing.agreements import CallbackIdentity
 from gradsync.bucketing.gradient import (
     PLAIN_NAMES,
     BucketMemory,
@@ -49,7 +49,6 @@ from gradsync.bucketing.plan import (
     list_of_names,
 )
 from gradsync.bucketing.reducer import Reducer
-from gradsync.communicators.agreement import StepSoFar
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.lifetime import Lifetime
 from gradsync.diagnostics import trace
@@ -91,7 +90,6 @@ class Step:
     def __init__(self, options: Options, identity: CallbackIdentity) -> None:
         self.planner = Planner(options.threshold_or(DEFAULT_THRESHOLD_BYTES))
         self.reducer = Reducer(options)
-        self.reducer.events.state_of = weakref.WeakMethod(self._so_far)
         self.memory: BucketMemory | None = None
         self.count = 0
         self.ended = 0
@@ -113,7 +111,7 @@ class Step:
         # last step, _seen has weak references: if such an array arrives in this step too, its entry is kept.
         self._entries: dict[int, GradientEntry] = {}
         self._seen: dict[int, weakref.ref[Any]] = {}
-        # The next attributes, up to `_has_ended`, belong to the current step.
+        # The next attributes, up to `_producers`, belong to the current step.
         self._new: list[GradientEntry] = []  # the gradients that did not use an entry again
         # While _new is empty, the gradients are the same arrays as in the last step, which were checked for shared
         # memory. From the first new gradient on, all gradients of the step are checked again.
@@ -122,7 +120,6 @@ class Step:
         self._ends: dict[int, CollectiveEnd] = {}  # by bucket; a defaultdict makes a missing end
         self._leaving: BaseException | None = None  # the first SystemExit or KeyboardInterrupt of a done-callback
         self._producers: dict[int, list[Any]] = {}  # GPU events of the gradients' work, by bucket
-        self._has_ended = False  # whether the flush has begun, so that the program hands over no further gradient
         self._guard: GradientGuard | None = None  # only in debug mode
         self._is_watched = False  # whether _note must run for each gradient
         self._state_of: Callable[[Any], Any] = id  # the communicator's ArrayKind.state
@@ -456,7 +453,6 @@ class Step:
             if not self._is_known:
                 self.agree_on_callback(communicator)
             rest = self._take_rest(communicator) if self.sums.by_key else {}
-            self._has_ended = True
             if self.count < len(self._parameters):
                 self._complete(communicator)
             self._is_busy = True
@@ -659,7 +655,6 @@ class Step:
         self.reducer.begin_step()
         self.ended += 1
         self.count = 0
-        self._has_ended = False
         self._new.clear()
         if self._keys:
             self._keys.clear()
@@ -749,12 +744,6 @@ class Step:
                 communicator.label,
                 names,
             )
-
-    def _so_far(self, event: Bucket | Flush) -> StepSoFar:
-        """Returns the state of this step at an event, for PlanMismatch."""
-        own = set(event.specs) if isinstance(event, Bucket) else set()
-        others = tuple([entry.spec.item for entry in self._waiting() if entry.spec not in own])
-        return StepSoFar(others, self._has_ended, (("threshold_bytes", str(self.planner.threshold_bytes)),))
 
     def _of_step(self) -> list[GradientEntry]:
         """Returns the gradients of this step, by position."""

@@ -27,7 +27,7 @@ from gradsync.bucketing.gradient import Destination, OverlapCheck, destination
 from gradsync.bucketing.guard import refuse_in_flight
 from gradsync.bucketing.lists import broadcast_named, check_writable, communicator_and_root
 from gradsync.bucketing.plan import Bucket, GradientSpec, plan_buckets
-from gradsync.communicators.agreement import Agreement, Description, Item, digest_of
+from gradsync.communicators.agreement import Agreement, Description, digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import ListReduction
 from gradsync.communicators.host_arrays import ArrayKind
@@ -128,9 +128,8 @@ def _average_plan(
     """
 
     def describe() -> Description:
-        items = sorted([spec.item for spec in specs] + [Item(path, "None") for path in absent])
-        what = f"{_WHAT}({op.value}) of {len(specs)} arrays"
-        return Description(what, items=tuple(items), item="array {} of the tree")
+        lines = sorted([*map(str, specs), *[f"{path}: None" for path in absent]])
+        return Description(f"{_WHAT}({op.value}) of {len(specs)} arrays", tuple(lines))
 
     return Agreement(digest_of(_WHAT, op.value, specs, absent), describe), plan_buckets(specs, _LIST_BYTES)
 

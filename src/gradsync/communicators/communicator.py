@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, cast
 import numpy as np
 
 from gradsync.arguments import integer_of
-from gradsync.communicators.agreement import MESSAGE, ROWS, Agreement, Description, agreement_on, digest_of, mismatch
+from gradsync.communicators.agreement import ROWS, Agreement, Description, agreement_on, digest_of, mismatch
 from gradsync.communicators.backend import (
     Backend,
     Bounds,
@@ -588,7 +588,7 @@ class Communicator:
         sent, expected = [numbers[:n] for numbers in shared], [numbers[n:] for numbers in shared]
         if [list(to_one) for to_one in zip(*sent, strict=True)] != expected:
             descriptions = {
-                rank: Description("all_to_all", detail=f"sends rows {numbers[:n]}, expects {numbers[n:]}")
+                rank: Description(f"all_to_all (sends rows {numbers[:n]}, expects {numbers[n:]})")
                 for rank, numbers in zip(self.ranks, shared, strict=True)
             }
             raise mismatch(self.label, agreement, descriptions)
@@ -708,7 +708,7 @@ class Communicator:
 
     def _message_agreement(self, array: Array, sender: int, receiver: int) -> Agreement:
         way = f"rank {self.ranks[sender]} to rank {self.ranks[receiver]}"
-        return agreement_on(MESSAGE, array.shape, array.dtype, way, is_message=True)
+        return agreement_on("message", array.shape, array.dtype, way, is_message=True)
 
     # -- Barrier, futures, objects -------------------------------------------------------------------------------
 

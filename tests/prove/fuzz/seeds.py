@@ -7,7 +7,7 @@ import pickle
 import msgpack
 from targets import KEYS, RANKS, REQUESTS, RUN, SECRET, VARIABLES
 
-from gradsync.communicators.agreement import Description, Item
+from gradsync.communicators.agreement import Description
 from gradsync.launching.in_rank.result import ERROR, RESULT, ErrorReport, to_json
 from gradsync.rendezvous.frames import FrameType
 from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
@@ -77,8 +77,8 @@ def _samples() -> list[list[object]]:
 
 
 def _description(length: int) -> Description:
-    items = Item("'w'", "float32", (length,)), Item("called from train.py:3")
-    return Description("all_reduce", "float32", (2, 3), "sum", items, kind="bucket", settings=(("clip_norm", "1.0"),))
+    lines = f"'w': float32[{length}]", "called from train.py:3"
+    return Description("all_reduce of float32[2, 3] (sum)", lines, callback="number 1", options="mean, clip_norm 1.0")
 
 
 def _whole(data: bytes) -> Frame:

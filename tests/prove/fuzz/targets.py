@@ -20,7 +20,7 @@ from gradsync import environment
 from gradsync.arguments import parse_address
 from gradsync.bench.models import read_shapes
 from gradsync.bench.thresholds import parse_megabytes
-from gradsync.communicators.agreement import Description, mismatch
+from gradsync.communicators.agreement import Agreement, Description, mismatch
 from gradsync.environment import read_environment, read_secret_file
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
 from gradsync.launching.in_rank.result import ErrorReport, read_report
@@ -207,7 +207,10 @@ def plan_texts(data: bytes) -> None:
     """What other ranks say that they were about to do, for the error that names the difference."""
     texts = data.decode("utf-8", "replace").split("\x1e")
     descriptions = {rank: Description.from_text(text) for rank, text in enumerate(texts)}
-    assert mismatch("rank 0/2", None, descriptions).descriptions.keys() == descriptions.keys()
+    assert (
+        mismatch("rank 0/2", Agreement(0, lambda: descriptions[0]), descriptions).descriptions.keys()
+        == descriptions.keys()
+    )
 
 
 def addresses(data: bytes) -> None:
