@@ -155,7 +155,7 @@ def refusals() -> list[Row]:
             play=meetings.port_in_use,
             raising=(0,),
             errors=("RendezvousError",),
-            names=r"in use by process \d+",
+            names=r"port \d+ on \S+ is in use",
             told_within=0.1,
         ),
     ]

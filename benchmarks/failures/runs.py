@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from failures.confinement import frozen, small_memory
+from failures.confinement import Unavailable, frozen, small_memory
 from failures.diary import READY
 from failures.scene import Scene, SceneFailed
 
@@ -102,6 +102,8 @@ def fill_memory(ranks: int) -> Play:
 
     def play(scene: Scene) -> None:
         with small_memory(_SMALL_BYTES) as door:
+            if not door.with_name("memory.events").exists():
+                raise Unavailable("only control groups of version 2 tell of their kills")
             wrap = ["-c", _ENTER_AND_RUN, str(door), sys.executable]
             run(ranks, "computing", "fill-memory", wrap=wrap)(scene)
 

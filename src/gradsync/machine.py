@@ -258,8 +258,6 @@ def default_process_count(device_type: str = "auto") -> int:
 class MemoryGroup(NamedTuple):
     """A memory control group (cgroup). Its methods return None for values that cannot be read.
 
-    In version 2 of cgroups, the counts of a group include the counts of the groups inside this group.
-
     Attributes:
         directory: the path of the folder with the files of the group.
         is_v1: whether the group belongs to cgroup version 1.
@@ -272,16 +270,6 @@ class MemoryGroup(NamedTuple):
     def limit_file(self) -> str:
         """The path of the file with the memory limit; a hierarchy without the memory controller has no such file."""
         return f"{self.directory}/{'memory.limit_in_bytes' if self.is_v1 else 'memory.max'}"
-
-    def kills(self) -> int | None:
-        """Returns the number of the group's processes that the kernel has killed because memory ran out."""
-        return numbered_line(f"{self.directory}/{'memory.oom_control' if self.is_v1 else 'memory.events'}", "oom_kill")
-
-    def limit_hits(self) -> int | None:
-        """Returns how often the group has reached its memory limit."""
-        if self.is_v1:
-            return _number(f"{self.directory}/memory.failcnt")
-        return numbered_line(f"{self.directory}/memory.events", "oom")
 
     def limit(self) -> int | None:
         """Returns the group's memory limit in bytes, or None if there is no limit."""

@@ -1,4 +1,4 @@
-"""The counters of the kernel's out-of-memory killer: in made-up files, and with a real kill where that can be."""
+"""Real kills by the kernel's out-of-memory killer, and memory limits, where control groups can be made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import os, signal, sys
 from gradsync.launching.outcome import OomWatch
 
 watch = OomWatch()
-before = watch.kills()
+before = watch.has_killed()
 child = os.fork()
 if child == 0:
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -35,12 +35,12 @@ if child == 0:
     while True:
         held.append(b"x" * (1 << 20))
 _, status = os.waitpid(child, 0)
-print(before, os.waitstatus_to_exitcode(status), watch.kills(), watch.describe(), sep="|")
+print(before, os.waitstatus_to_exitcode(status), watch.has_killed())
 child = os.fork()
 if child == 0:
     os.kill(os.getpid(), signal.SIGKILL)
 os.waitpid(child, 0)
-print(watch.kills(), OomWatch().kills())  # the second one begins now
+print(OomWatch().has_killed())  # this one begins now
 """
 
 
@@ -49,21 +49,23 @@ def entering_small_memory():
     """Gives Python code that enters a new memory control group; skips the test where that is not allowed."""
     with contextlib.ExitStack() as stack:
 
-        def enter(limit_bytes):
+        def enter(limit_bytes, *, counts_kills=False):
             try:
                 door = stack.enter_context(small_memory(limit_bytes))
             except Unavailable as error:
                 pytest.skip(str(error))
+            if counts_kills and not door.with_name("memory.events").exists():
+                pytest.skip("only control groups of version 2 tell of their kills")
             return f"open({str(door)!r}, 'w').write('0')\n"
 
         yield enter
 
 
 def test_real_kill_is_told_from_another_sigkill(entering_small_memory):
-    program = [sys.executable, "-W", "ignore", "-c", entering_small_memory(64 * MIB) + IN_THE_GROUP]
+    program = [sys.executable, "-W", "ignore", "-c", entering_small_memory(64 * MIB, counts_kills=True) + IN_THE_GROUP]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
-    assert done.stdout.splitlines() == [f"0|-9|1|{KILLED} (memory limit of the control group: 64 MB)", "1 0"]
+    assert done.stdout.splitlines() == ["False -9 True", "False"]
 
 
 def test_shared_memory_beyond_the_limit_of_the_control_group_is_an_error_and_no_kill(entering_small_memory):
@@ -98,27 +100,13 @@ def test_run_reports_a_rank_that_the_kernel_has_ended(entering_small_memory, tmp
         signal.pause()
         """,
     )
-    enter_and_run = f"import os, sys; {entering_small_memory(256 * MIB)}os.execv(sys.executable, sys.argv[1:])"
+    enter_and_run = (
+        f"import os, sys; {entering_small_memory(256 * MIB, counts_kills=True)}os.execv(sys.executable, sys.argv[1:])"
+    )
     launcher = [sys.executable, "-m", "gradsync", "run", "-n", "2", script]
     program = [sys.executable, "-W", "ignore", "-c", enter_and_run, *launcher]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 128 + signal.SIGKILL
     last = done.stderr.splitlines()[-1]
     assert last.startswith("gradsync: rank 1 (pid ")
-    assert f"was killed by SIGKILL: {KILLED} (memory limit of the control group: 256 MB); it had used " in last
-
-
-@pytest.mark.parametrize(
-    ("statement", "told"),
-    [
-        ("import numpy; numpy.empty(1 << 60, numpy.uint8)", ", out of host memory:"),
-        ("raise OSError(12, 'Cannot allocate memory')", ", out of host memory:"),
-        ("raise type('OutOfMemoryError', (Exception,), {})('Tried to allocate 20.00 GiB.')", ", out of GPU memory:"),
-        ("raise RuntimeError('CUDA error: out of memory')", ", out of GPU memory:"),
-        ("raise ValueError('out of memory of my youth')", ":"),
-    ],
-)
-def test_which_memory_an_exception_was_about(tmp_path, statement, told):
-    code, _, err = command.run("run", "-n", 1, command.write_script(tmp_path, statement))
-    assert code == 1
-    assert f"failed with exit code 1{told}\n" in err
+    assert f"was killed by SIGKILL: {KILLED}; it had used " in last

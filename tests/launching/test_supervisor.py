@@ -184,11 +184,8 @@ def test_consequence_never_hides_the_original():
 
 def test_sigkill_is_told_apart_from_one_of_the_kernels_for_want_of_memory(monkeypatch):
     class Killer:
-        def kills(self):
-            return 1
-
-        def describe(self):
-            return "the kernel's out-of-memory killer ended it"
+        def has_killed(self):
+            return True
 
     monkeypatch.setattr("gradsync.launching.supervisor.OomWatch", Killer)
     hungry, other = PlayedRank(0), PlayedRank(1, dies_of=[signal.SIGKILL])
@@ -199,7 +196,20 @@ def test_sigkill_is_told_apart_from_one_of_the_kernels_for_want_of_memory(monkey
     assert "was killed by SIGKILL: the kernel's out-of-memory killer ended it; it had used 3 GB" in (
         outcome.root_cause.describe()
     )
-    assert outcome.ranks[1].memory_kill is None  # we killed it
+    assert not outcome.ranks[1].memory_kill  # we killed it
+
+
+def test_it_looks_at_the_memory_while_nothing_happens(monkeypatch):
+    rank = PlayedRank(0)
+
+    class Watch:
+        def look(self):
+            rank.end(0)
+
+    monkeypatch.setattr("gradsync.launching.supervisor.OomWatch", Watch)
+    monkeypatch.setattr("gradsync.launching.supervisor._LOOK_SECONDS", 0.01)
+    with watching(rank) as (watch, _):
+        assert watch.finish().exit_code == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

@@ -1,10 +1,4 @@
-"""How a run ended: how each rank ended, which rank was the cause, and the report for the user.
-
-A rank may have run out of memory. The kernel's out-of-memory killer sends SIGKILL, which other programs may send too.
-To distinguish the two, `OomWatch` reads the kernel's count of processes that the killer has ended in this process's
-control group (memory.events in version 2, memory.oom_control in version 1). Without a control group, `OomWatch` reads
-the count for the whole machine (/proc/vmstat).
-"""
+"""How a run ended: how each rank ended, which rank was the cause, and the report for the user."""
 
 from __future__ import annotations
 
@@ -20,11 +14,6 @@ from gradsync.launching.in_rank.result import ErrorReport, ReturnValue
 from gradsync.machine import memory_groups, numbered_line
 
 _LAST_LINES = 8
-_KILLED = "the kernel's out-of-memory killer ended it"
-_GPU_MEMORY = re.compile(
-    r"\bCUDA(?: error:)? out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|"
-    r"CU(?:BLAS|DNN|FFT|SPARSE|SOLVER|RAND)_(?:STATUS_)?ALLOC(?:ATION)?_FAILED"
-)
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 
@@ -41,7 +30,7 @@ class RankOutcome:
         error: the exception that ended the rank, if the rank reported an exception.
         order: the rank's position among the failures, in the order of their detection; None if the rank did not fail.
         was_asked_to_end: whether the rank failed only after the supervisor had asked the rank to end.
-        memory_kill: the reason, in words, if the kernel's out-of-memory killer ended the rank; otherwise None.
+        memory_kill: whether the kernel's out-of-memory killer ended the rank.
         was_paused: whether a signal such as SIGSTOP had paused the rank when the first rank failed.
         peak_bytes: the peak memory in bytes of the rank, or of a child process of the rank with a larger peak; 0 until
             the rank has ended.
@@ -55,7 +44,7 @@ class RankOutcome:
     error: ErrorReport | None = None
     order: int | None = None
     was_asked_to_end: bool = False
-    memory_kill: str | None = None
+    memory_kill: bool = False
     was_paused: bool = False
     peak_bytes: int = 0
     last_lines: tuple[str, ...] = ()
@@ -75,17 +64,16 @@ class RankOutcome:
         name = self.name
         if self.exit_code is None:
             return f"{name} could not be killed; it may hang in the kernel"
-        if self.memory_kill is not None:
-            return f"{name} was killed by SIGKILL: {self.memory_kill}; it had used {size_text(self.peak_bytes)}"
         if self.exit_code < 0:
-            return f"{name} was killed by {signal_name(-self.exit_code)}"
-        return f"{name} failed with exit code {self.exit_code}{self.out_of_memory}"
+            return f"{name} was killed by {signal_name(-self.exit_code)}{self.out_of_memory}"
+        return f"{name} failed with exit code {self.exit_code}"
 
     @property
     def out_of_memory(self) -> str:
-        """The text ", out of host memory" or ", out of GPU memory" if the rank lacked memory; else ""."""
-        lack = None if self.error is None else kind_of_memory(self.error.summary)
-        return "" if lack is None else f", out of {lack}"
+        """The end of a sentence about a rank that the kernel's out-of-memory killer ended; "" for other ranks."""
+        if not self.memory_kill:
+            return ""
+        return f": the kernel's out-of-memory killer ended it; it had used {size_text(self.peak_bytes)}"
 
 
 class Outcome(NamedTuple):
@@ -119,7 +107,7 @@ class Outcome(NamedTuple):
             return ""
         if len(alike) > 1:
             ranks = name_ranks([rank.rank for rank in alike])
-            return f"{ranks} failed with the same error{root.out_of_memory}; this is the error of {root.name}"
+            return f"{ranks} failed with the same error; this is the error of {root.name}"
         return root.describe() + _how_to_see_where(root) + _because_of(root)
 
     @property
@@ -255,57 +243,31 @@ def _because_of(rank: RankOutcome) -> str:
 
 
 class OomWatch:
-    """Counts the processes that the kernel's out-of-memory killer has ended since this object was made.
+    """Tells whether a SIGKILL came from the kernel's out-of-memory killer.
+
+    The kernel counts the processes that the killer has ended in this process's control group, which ranks share
+    (memory.events, in version 2 of cgroups). A program may survive the end of one of its processes, and a SIGKILL of
+    hours later has another cause. So call `look` from time to time.
 
     Args:
         root: a folder that tests use instead of "/".
     """
 
     def __init__(self, root: str = "") -> None:
-        self._vmstat = f"{root}/proc/vmstat"
-        self._groups = memory_groups(root)
-        self._killed_before = self._killed()
-        self._hits_before = [group.limit_hits() or 0 for group in self._groups]
+        groups = [group.directory for group in memory_groups(root) if not group.is_v1]
+        self._events = f"{groups[0]}/memory.events" if groups else os.devnull
+        self._before = self._last = self._count()
 
-    def kills(self) -> int:
-        """Returns how many processes the killer has ended in this process's control group; 0 if this is not known.
+    def look(self) -> None:
+        """Reads the count."""
+        self._before, self._last = self._last, self._count()
 
-        If this process is in no control group, returns the number for the whole machine. The method does not use the
-        numbers of parent control groups, because they include processes of other programs.
+    def has_killed(self) -> bool:
+        """Returns whether the killer has ended a process since the last look but one.
+
+        A process with much memory may end seconds after the killer has chosen it, and the last look may be in between.
         """
-        return max(0, self._killed() - self._killed_before)
+        return self._count() > self._before
 
-    def describe(self) -> str:
-        """Returns the words that follow "rank 1 was killed by SIGKILL: "; "" if the killer has ended no process."""
-        if self.kills() == 0:
-            return ""
-        if not self._groups:
-            return "perhaps the kernel's out-of-memory killer, which ended a process on this machine during the run"
-        # The innermost group that has reached its limit needs more memory.
-        for group, before in zip(self._groups, self._hits_before, strict=True):
-            limit = group.limit()
-            if limit is not None and (group.limit_hits() or 0) > before:
-                return f"{_KILLED} (memory limit of the control group: {size_text(limit)})"
-        return f"{_KILLED} (the machine was out of memory)"
-
-    def _killed(self) -> int:
-        return (self._groups[0].kills() if self._groups else numbered_line(self._vmstat, "oom_kill")) or 0
-
-
-def kind_of_memory(summary: str) -> str | None:
-    """Returns the kind of memory that ran out, according to an exception.
-
-    Args:
-        summary: the exception's type, with or without the module, and the first line of its message.
-
-    Returns:
-        "host memory", "GPU memory", or None if the exception does not mean lack of memory.
-    """
-    type_name, _, message = summary.partition(": ")
-    name = type_name.strip().rpartition(".")[2]
-    # CuPy and PyTorch raise OutOfMemoryError; other users of CUDA raise a RuntimeError or an error of their own.
-    if name == "OutOfMemoryError" or _GPU_MEMORY.search(summary):
-        return "GPU memory"
-    if name in ("MemoryError", "_ArrayMemoryError") or (name == "OSError" and message.startswith("[Errno 12]")):
-        return "host memory"
-    return None
+    def _count(self) -> int:
+        return numbered_line(self._events, "oom_kill") or 0

@@ -316,8 +316,7 @@ def _headline(root: RankOutcome) -> str:
         return f"Process {root.rank} could not be killed; it may hang in the kernel (pid {root.pid})"
     if root.exit_code >= 0:
         return f"Process {root.rank} terminated with exit code {root.exit_code}"
-    why = "" if root.memory_kill is None else f": {root.memory_kill}"
-    return f"Process {root.rank} terminated with signal {signal_name(-root.exit_code)}{why}"
+    return f"Process {root.rank} terminated with signal {signal_name(-root.exit_code)}{root.out_of_memory}"
 
 
 class RankQueue:

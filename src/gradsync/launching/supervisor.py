@@ -4,7 +4,8 @@ If only the return value of a rank cannot be sent, the supervisor lets the other
 
 `gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` use the supervisor. The supervisor's loop waits for one of
 these events: a rank ends (its guard reports this); a rank sends its report; a signal to the launcher arrives; it is
-time to send the next signal to ranks that must end. The loop does not poll.
+time to send the next signal to ranks that must end. The loop does not poll; it only looks once a minute whether memory
+ran out.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ _FILES_OF_A_RANK = 9  # pipes for status, report, commands and output; the resul
 _SETTLE_SECONDS = 0.1
 _ROOT_CAUSE_SECONDS = 1.0
 _AFTER_SILENCE_SECONDS = 0.05  # because all ranks that waited for a silent rank fail at the same moment
+_LOOK_SECONDS = 60.0
 _UNKILLABLE_SECONDS = 1.8  # a little longer than the guard tries to kill its rank
 
 # One step of a plan that ends the ranks: the seconds to wait after the step before, and the signal to send then.
@@ -280,8 +282,11 @@ class Supervisor:
     def _wait_for_ends(self) -> None:
         """Waits until all ranks have ended or were abandoned; ends all ranks when one fails or a signal comes."""
         while self._running and not self._gave_up:
-            timeout = max(0.0, self._step_time - time.monotonic()) if self._steps else None
-            for key, _ in self._selector.select(timeout):
+            timeout = max(0.0, self._step_time - time.monotonic()) if self._steps else _LOOK_SECONDS
+            events = self._selector.select(timeout)
+            if not events and not self._steps:
+                self._memory.look()
+            for key, _ in events:
                 if key.data is None:
                     for number in self._signals.read():
                         self._handle_signal(number)
@@ -308,8 +313,8 @@ class Supervisor:
     def _handle_end(self, rank: RankProcess) -> None:
         """Handles the end of a rank; its guard may still be ending the processes that the rank started."""
         outcome = rank.outcome
-        if outcome.exit_code == -signal.SIGKILL and not rank.sent_kill and outcome.memory_kill is None:
-            outcome.memory_kill = self._memory.describe() if self._memory.kills() else None
+        if outcome.exit_code == -signal.SIGKILL and not rank.sent_kill:
+            outcome.memory_kill = outcome.memory_kill or self._memory.has_killed()
         if outcome.exit_code != 0:
             self._record_failure(rank)
 

@@ -175,8 +175,7 @@ class RendezvousServer:
     Raises:
         InvalidArgument: an argument is out of its range, the secret is too short or not bytes, or an environment
             variable is set that gradsync no longer has.
-        RendezvousError: the address cannot be bound. If the port is in use, the text names the process that holds it,
-            if this process can find it.
+        RendezvousError: the address cannot be bound.
     """
 
     def __init__(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import socket
 from typing import Any
 
@@ -18,7 +17,6 @@ from gradsync.errors import InvalidArgument, RendezvousError
 _BACKLOG = 16_384  # all ranks may connect at once; the kernel limits this too: net.core.somaxconn
 _KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 _USER_TIMEOUT_MS = 5000
-_TCP_LISTEN_STATE = "0A"
 _OTHER_FILES = 256  # room for the process's other open files
 
 
@@ -62,8 +60,7 @@ def bind_listener(host: str, port: int, *, if_taken: str = "use port 0 for a fre
 
     Raises:
         InvalidArgument: the host is empty or the port is out of range.
-        RendezvousError: the address cannot be bound. If the port is in use, the text names the process that holds it,
-            if this process can find it.
+        RendezvousError: the address cannot be bound.
     """
     if not host or not 0 <= port <= LARGEST_PORT:
         raise InvalidArgument(
@@ -81,9 +78,7 @@ def bind_listener(host: str, port: int, *, if_taken: str = "use port 0 for a fre
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise RendezvousError(
-                f"port {port} on {host} is in use{_describe_holder(port)}; stop its holder, or {if_taken}"
-            ) from None
+            raise RendezvousError(f"port {port} on {host} is in use; {if_taken}") from None
         raise RendezvousError(f"the rendezvous cannot bind {host} port {port}: {error}") from error
     return listener
 
@@ -139,28 +134,6 @@ def send_some(stream: socket.socket, unsent: bytearray) -> None:
     finally:
         if sent:
             del unsent[: sent[0]]
-
-
-def _describe_holder(port: int) -> str:
-    """Returns " by process 42 (name)" for the lowest pid that listens on a port; "" if no such process is found."""
-    import glob  # imported here because a rank that binds no port does not need it
-
-    tables = [table for table in ("/proc/net/tcp", "/proc/net/tcp6") if os.path.exists(table)]
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        rows = [line.split() for table in tables for line in _lines(table)[1:]]
-        inodes = {row[9] for row in rows if row[3] == _TCP_LISTEN_STATE and int(row[1].rpartition(":")[2], 16) == port}
-        sockets = {f"socket:[{inode}]" for inode in inodes}
-        by_pid = {link: int(link.split("/")[2]) for link in glob.iglob("/proc/[0-9]*/fd/*")}
-        for link, pid in sorted(by_pid.items(), key=lambda item: item[1]):
-            with contextlib.suppress(OSError):  # the process belongs to another user, or has just ended
-                if os.readlink(link) in sockets:
-                    return f" by process {pid} ({_lines(f'/proc/{pid}/comm')[0]})"
-    return ""
-
-
-def _lines(path: str) -> list[str]:
-    with open(path) as file:
-        return file.read().splitlines()
 
 
 def make_room(connections: int) -> None:
