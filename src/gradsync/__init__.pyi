@@ -20,7 +20,6 @@ from gradsync.errors import CollectiveTimeout as CollectiveTimeout
 from gradsync.errors import CommunicatorClosed as CommunicatorClosed
 from gradsync.errors import FutureNotReady as FutureNotReady
 from gradsync.errors import GradientCancelled as GradientCancelled
-from gradsync.errors import GradientChanged as GradientChanged
 from gradsync.errors import GradsyncError as GradsyncError
 from gradsync.errors import InvalidArgument as InvalidArgument
 from gradsync.errors import MissingGradient as MissingGradient

@@ -337,8 +337,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
 @click.option(
     "--debug",
     is_flag=True,
-    help="Turn on the debug mode: the ranks compare every collective before data moves, also with NCCL, and gradsync "
-    "detects writes to gradients during their reduction.",
+    help="Turn on the debug mode: the ranks compare every collective before data moves, on every backend.",
 )
 @click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")

@@ -234,8 +234,7 @@ DEBUG = Variable(
     "GRADSYNC_DEBUG",
     _switch,
     False,
-    '"1" turns on the debug mode: the ranks compare every collective before data moves, also with NCCL, and gradsync '
-    "detects writes to gradients during their reduction.",
+    '"1" turns on the debug mode: the ranks compare every collective before data moves, on every backend.',
 )
 
 #: All variables, in the order of the documentation.

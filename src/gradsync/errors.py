@@ -203,20 +203,6 @@ class GradientCancelled(GradsyncError, RuntimeError):
     """
 
 
-class GradientChanged(GradsyncError, RuntimeError):
-    """In debug mode: the program wrote to a gradient after the hand-over, without waiting for the gradient's future.
-
-    Attributes:
-        rank: the rank whose program wrote to the gradient.
-        parameter: the name of the gradient's parameter.
-        handed_over_at: the line of code that handed the gradient over, such as "train.py:41".
-    """
-
-    rank: int | None = None
-    parameter: str = ""
-    handed_over_at: str = ""
-
-
 class Caller(NamedTuple):
     """A line of the user's program. A Caller refers only to the frame's code object, so it keeps no frame alive."""
 

@@ -155,7 +155,6 @@ class CollectiveEnd:
         value: the collective's result.
         completion: the Completion of a collective that was launched on a GPU; otherwise None.
         has_result: whether the collective has succeeded without a Completion, so that a future need not wait.
-        was_asked: whether the program may know, from a method of a future, that the collective is over.
         has_begun: whether the collective (for gradients, their bucket's collective) has begun, so that its own deadline
             applies.
     """
@@ -171,7 +170,6 @@ class CollectiveEnd:
         "has_result",
         "timeout_seconds",
         "value",
-        "was_asked",
     )
 
     def __init__(self, timeout_seconds: float | None = None) -> None:
@@ -180,7 +178,6 @@ class CollectiveEnd:
         self.value: Any = None
         self.completion: Completion | None = None
         self.has_result = False
-        self.was_asked = False
         self.has_begun = False
         self._error: BaseException | None = None
         self._log_entry: LogEntry | None = None
@@ -356,11 +353,7 @@ class CollectiveFuture:
 
     def done(self) -> bool:
         """Whether the collective has ended or failed; never blocks."""
-        end = self._end
-        if not end.is_over():
-            return False
-        end.was_asked = True
-        return True
+        return self._end.is_over()
 
     def result(self, timeout: float | None = None) -> Any:
         """Returns the result of the collective, and waits for it if necessary.
@@ -425,7 +418,6 @@ class CollectiveFuture:
             raise InvalidArgument(
                 f"{self.name}: add_done_callback needs a function that takes the future as its argument, got {given}"
             )
-        self._end.was_asked = True  # from now on, the function may run at any time
         self._end.add_callback(function, self)
 
     def __repr__(self) -> str:
@@ -457,7 +449,6 @@ class CollectiveFuture:
             self._await_launch(timeout)
         if end.completion is not None and end.completion.has_host_results:
             self._check_may_wait(end.completion)
-        end.was_asked = True
         return end
 
     def _check_may_wait(self, completion: Completion | None) -> None:
@@ -526,7 +517,6 @@ class GradientFuture(CollectiveFuture):
         end = self._end
         if pending or timeout is not None or not end.has_result:
             self._wait(None, timeout)
-        end.was_asked = True
         return self._value
 
     def wait(self, stream: Any = None, *, timeout: float | None = None) -> None:
@@ -571,7 +561,6 @@ class GradientFuture(CollectiveFuture):
         if completion is not None:
             self._check_may_wait(completion)
             completion.order()
-        self._end.was_asked = True
         in_host_memory = value.get() if hasattr(value, "get") else value
         if completion is not None:
             completion.wait()  # raises if the reduction was aborted

@@ -131,9 +131,7 @@ def init_process_group(
         allow_shared_gpu: whether several ranks may use one GPU through NCCL. Ranks on a shared GPU are slow, so this is
             only for tests. The variable GRADSYNC_ALLOW_SHARED_GPU=1 has the same effect.
         debug: whether to use the debug mode, the same on all ranks. In this mode, the ranks compare every collective
-            before data moves, also with NCCL. If the program writes to a gradient after the hand-over, without waiting
-            for the gradient's future, gradsync raises GradientChanged. None means the value of GRADSYNC_DEBUG. See
-            docs/tracing.md.
+            before data moves, on every backend. None means the value of GRADSYNC_DEBUG. See docs/debugging.md.
 
     Returns:
         The world's communicator; gs.get_communicator() returns it too.

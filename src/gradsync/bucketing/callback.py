@@ -209,7 +209,6 @@ class AllreduceCallback:
             UnsupportedDtype: the reduce method is not defined for the gradient's dtype, e.g. the mean of integers.
             BackendUnavailable: gradients live in buckets, and there is not enough memory for the buckets.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: a collective of the step has failed.
-            GradientChanged: in debug mode, the program wrote to a gradient that it had handed over.
         """
         communicator = self._group or world.current
         if communicator is None or self._backend is not None:
@@ -300,12 +299,11 @@ class AllreduceCallback:
         Every rank must call it. Within accumulate() or no_sync(), flush() only ends a local pass. On the CPU the
         futures of the step are done when flush() returns. On a GPU flush() makes the current stream wait for the
         reductions. The host waits too if gradients are in host memory, if the option `nonfinite` or `clip_norm` is set,
-        inside join(), and in debug mode.
+        or inside join().
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: a collective of the step has failed.
             MissingGradient, NonFiniteGradient: see the options `missing` and `nonfinite`.
-            GradientChanged: in debug mode, the program wrote to a gradient that it had handed over.
             InvalidArgument: another call of the callback is still running, or there is no process group.
         """
         if not self._is_local:

@@ -1,15 +1,9 @@
-"""Protects gradients in flight: a lock makes NumPy arrays read-only, and the debug mode detects writes.
+"""Protects gradients in flight: a lock makes NumPy arrays read-only.
 
 The lock clears the WRITEABLE flag of a NumPy array. If an array does not own its memory, NumPy sets the flag again only
 while one of the array's bases (array.base, the base of array.base, and so on) is writeable. For some arrays NumPy never
 sets the flag again. So gradsync locks a gradient only if gradsync can always restore the flag. gradsync itself writes
 through a view that it made before the lock, because a view keeps its own flag.
-
-The debug mode computes digests to detect writes. From the hand-over of a gradient until its bucket is reduced, the
-program must not write to the gradient. After the reduction the program may write to the result. But the program must
-first ask the future, for example with result(), to know that the reduction has ended. So the debug mode watches a
-result until the program asks a future of its bucket, or the step ends (see check_results). In this way the debug mode
-detects a program that still adds to a gradient after the reduction.
 """
 
 from __future__ import annotations
@@ -17,23 +11,15 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Protocol
-from zlib import crc32
 
 import numpy as np
 
 from gradsync.bucketing.gradient import GradientEntry
-from gradsync.bucketing.plan import Bucket
-from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_arrays import ArrayKind
-from gradsync.errors import GradientChanged, InvalidArgument, caller
-from gradsync.futures import CollectiveEnd, Completion
+from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array
-
-_HAND_OVER = "its hand-over and the reduction of its bucket: hand over a gradient only when it is complete"
-_REDUCTION = "the reduction of its bucket and the end of the step: wait for its future before you write to it"
 
 _host = ArrayKind()
 #: set_flags(gradient, writeable) is NumPy's method, because a subclass of the array may override it.
@@ -183,101 +169,3 @@ def _owner(array: Array) -> Array | None:
             return None
         array = base
     return array
-
-
-@dataclass(slots=True, eq=False)
-class _Watched:
-    """A watched gradient of the step.
-
-    Attributes:
-        entry: the gradient.
-        end: the CollectiveEnd of the gradient's bucket.
-        line: the line of the program that handed the gradient over.
-        array: the array that is watched: the gradient, or its result.
-        digest: the digest of the array's elements.
-    """
-
-    entry: GradientEntry
-    end: CollectiveEnd
-    line: str
-    array: Any
-    digest: int
-
-
-class GradientGuard:
-    """Watches gradients for writes, step after step.
-
-    Args:
-        communicator: the communicator that reduces the gradients.
-    """
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self._given: dict[int, _Watched] = {}  # by position: the gradients that are not reduced yet
-        self._results: list[_Watched] = []
-
-    def take(self, entry: GradientEntry, end: CollectiveEnd) -> None:
-        """Begins to watch a gradient at its hand-over. `end` is the CollectiveEnd of the gradient's bucket."""
-        # The program could write to the host array, even if the communicator has a copy on a GPU.
-        is_copied = isinstance(entry.gradient, np.ndarray) and not isinstance(entry.native, np.ndarray)
-        array = entry.gradient if is_copied else entry.native
-        digest, found = self._digest(array), caller()
-        line = "an unknown line" if found is None else f"{found.code.co_filename}:{found.line}"
-        self._given[entry.position] = _Watched(entry, end, line, array, digest)
-
-    def check_handed_over(self, bucket: Bucket) -> None:
-        """Checks that the gradients of a bucket are unchanged since their hand-over.
-
-        Raises:
-            GradientChanged: the program wrote to one of the arrays.
-        """
-        for slot in bucket.slots:
-            watched = self._given.get(slot.position)
-            if watched is not None and self._digest(watched.array) != watched.digest:
-                raise self._changed(watched, _HAND_OVER)
-
-    def note_results(self, bucket: Bucket, completion: Completion | None) -> None:
-        """Begins to watch the results of a bucket, before its futures are done; on a GPU, waits for the results."""
-        if completion is not None:
-            completion.wait()
-        for slot in bucket.slots:
-            watched = self._given.pop(slot.position, None)
-            if watched is not None:
-                out = watched.entry.out
-                watched.array = watched.entry.native if out.write_back is None else out.write_back
-                watched.digest = self._digest(watched.array)
-                self._results.append(watched)
-
-    def check_results(self) -> None:
-        """Checks that results are unchanged since their reduction.
-
-        The results of a bucket are not checked after the program has called result(), wait(), numpy() or
-        add_done_callback() of one of its futures, or after done() has returned True.
-
-        Raises:
-            GradientChanged: the program wrote to one of the arrays.
-        """
-        for watched in self._results:
-            if not watched.end.was_asked and self._digest(watched.array) != watched.digest:
-                raise self._changed(watched, _REDUCTION)
-
-    def clear(self) -> None:
-        """Stops watching the gradients of the step."""
-        self._given.clear()
-        self._results.clear()
-
-    def _digest(self, array: Any) -> int:
-        """Returns a digest of an array's elements. For an array on a GPU the host waits for the current stream."""
-        if not isinstance(array, np.ndarray):
-            array = self._communicator._arrays.flat(array).get()
-        return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-
-    def _changed(self, watched: _Watched, between: str) -> GradientChanged:
-        communicator, name = self._communicator, watched.entry.spec.name
-        return GradientChanged(
-            f"{communicator.label}: the gradient of {name}, handed over at {watched.line}, was written to between "
-            f"{between}",
-            rank=communicator.ranks[communicator.rank],
-            parameter=watched.entry.spec.label,
-            handed_over_at=watched.line,
-        )

@@ -38,7 +38,7 @@ from gradsync.bucketing.gradient import (
     known_parameters,
     warn_of_unequal_values,
 )
-from gradsync.bucketing.guard import GradientGuard, LockedGradients, can_lock, register, set_flags
+from gradsync.bucketing.guard import LockedGradients, can_lock, register, set_flags
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import (
     DEFAULT_THRESHOLD_BYTES,
@@ -120,8 +120,6 @@ class Step:
         self._ends: dict[int, CollectiveEnd] = {}  # by bucket; a defaultdict makes a missing end
         self._leaving: BaseException | None = None  # the first SystemExit or KeyboardInterrupt of a done-callback
         self._producers: dict[int, list[Any]] = {}  # GPU events of the gradients' work, by bucket
-        self._guard: GradientGuard | None = None  # only in debug mode
-        self._is_watched = False  # whether _note must run for each gradient
         self._state_of: Callable[[Any], Any] = id  # the communicator's ArrayKind.state
         register(self)
 
@@ -152,8 +150,6 @@ class Step:
         self.reducer.begin_with(known)
         self._is_known = known is not None or communicator.world_size == 1
         communicator._lifetime.observe_end(self)
-        self._guard = GradientGuard(communicator) if communicator._debug else None
-        self._is_watched = self._guard is not None or communicator._runs_beside_host
         self._state_of = communicator._arrays.state
         self._ends = defaultdict(partial(CollectiveEnd, communicator._backend.timeout_seconds))
         self._communicator = communicator
@@ -266,8 +262,8 @@ class Step:
             entry.arrived_in = self.ended
             self.count += 1
             end = self._ends[entry.bucket]
-            if self._is_watched or trace.active is not None:
-                self._note(entry, end, communicator)
+            if communicator._runs_beside_host or trace.active is not None:
+                self._note(entry, communicator)
             future = GradientFuture(entry.name, end, entry.result)
             if entry.is_locked:
                 set_flags(entry.gradient, False)
@@ -293,14 +289,12 @@ class Step:
                 "own callback and group"
             )
 
-    def _note(self, entry: GradientEntry, end: CollectiveEnd, communicator: Communicator) -> None:
+    def _note(self, entry: GradientEntry, communicator: Communicator) -> None:
         """Records a gradient: the begin of a traced step, its digest in debug mode, and on a GPU the work before it."""
         if communicator._runs_beside_host:
             self._producers.setdefault(entry.bucket, []).append(communicator._mark_work())
         if trace.active is not None and self.count == 1:
             trace.active.begin_step(communicator.recorder)
-        if self._guard is not None:
-            self._guard.take(entry, end)
 
     def _admit(self, param: Any, grad: Any, communicator: Communicator) -> GradientEntry:
         """Checks a gradient for which no kept entry fits, and makes its entry. An error adds no gradient to the step.
@@ -457,8 +451,6 @@ class Step:
                 self._complete(communicator)
             self._is_busy = True
             self._reduce(self.planner.flush(self.count), communicator)
-            if self._guard is not None:
-                self._guard.check_results()
             later = self.reducer.end(self.count, communicator)
             if later is not None:  # results are final only at the end of this work: clipping
                 for end in self._ends.values():
@@ -604,19 +596,14 @@ class Step:
 
     def _reduce(self, complete: Sequence[Bucket], communicator: Communicator) -> None:
         """Reduces complete buckets, and completes their futures."""
-        reducer, guard = self.reducer, self._guard
         try:
             for bucket in complete:
                 end = self._ends[bucket.number]
                 end.has_begun = True
-                if guard is not None:
-                    guard.check_handed_over(bucket)
                 if not self._is_known:
                     self.agree_on_callback(communicator)
                 producers = self._producers.get(bucket.number, ())
-                completion = reducer.reduce(bucket, self._entries, self.memory, communicator, self, producers)
-                if guard is not None:
-                    guard.note_results(bucket, completion)
+                completion = self.reducer.reduce(bucket, self._entries, self.memory, communicator, self, producers)
                 self._finish(end, None, completion)
         except BaseException as error:
             self.fail(error)
@@ -661,8 +648,6 @@ class Step:
             self._overlaps.clear()
         self._ends.clear()
         self._producers.clear()
-        if self._guard is not None:
-            self._guard.clear()
 
     # -- What is in flight -----------------------------------------------------------------------------------------
 

@@ -121,7 +121,7 @@ class Communicator:
     """
 
     device: str = "cpu"
-    _debug: bool = False  # whether the ranks compare every collective before data moves, and gradients are watched
+    _debug: bool = False  # whether the ranks compare every collective before data moves
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -929,8 +929,7 @@ class Communicator:
     def _use_debug_mode(self) -> None:
         """Turns on the debug mode: from now on the ranks compare every collective before its data moves.
 
-        Every rank must call it. From now on, each AllreduceCallback that starts to use this communicator also watches
-        its gradients for writes (see bucketing/guard.py).
+        Every rank must call it.
         """
         self._debug = True
         self._backend.agree_always()
