@@ -93,9 +93,7 @@ PLANTS = (
     "different dtype",
     "gradient left out",
     "one step less",
-    "one local pass more",
     "write in flight",
-    "hand-over in no_sync",
     "collective in a done-callback",
     "different op",
     "different name",
@@ -111,26 +109,22 @@ CAUGHT_BY_ALL = (
     "different shape",
     "different dtype",
     "gradient left out",
-    "one local pass more",
     "different op",
 )
-#: An error on one rank, after which nothing has begun.
-CAUGHT_BY_ONE = ("write in flight", "hand-over in no_sync")
 #: What a program may have beside another disagreement, and before it.
-SURVIVABLE = (*CAUGHT_BY_ALL, *CAUGHT_BY_ONE, "parameters not broadcast")
+SURVIVABLE = (*CAUGHT_BY_ALL, "write in flight", "parameters not broadcast")
 #: Found at the deadline only, so theirs is short.
 AT_THE_DEADLINE = ("world against group", "two communicators crosswise")
 #: Those that make sense for one rank.
 ALONE = (
     "write in flight",
-    "hand-over in no_sync",
     "collective in a done-callback",
     "never flushed",
     "rank raises",
 )
 PLANTED_SHARE = 0.6
 #: How often those beside another are tried first; some find a place more often than others.
-_EXTRA_WEIGHTS = dict.fromkeys(CAUGHT_BY_ALL, 2.0) | dict.fromkeys(CAUGHT_BY_ONE, 0.3)
+_EXTRA_WEIGHTS = dict.fromkeys(CAUGHT_BY_ALL, 2.0) | {"write in flight": 0.3}
 _EXTRA_WEIGHTS |= {"order swapped": 3.0, "different op": 9.0, "parameters not broadcast": 2.0}
 _WEIGHTS = dict.fromkeys(SURVIVABLE, 0.2) | {"different op": 0.7}
 
@@ -147,7 +141,6 @@ CONSTRUCTS = (
     'missing="zero"',
     "new_group or split",
     "own accumulation",
-    "empty local passes",
     "average_gradients",
     "bcast_list_",
     "plain collectives",
@@ -292,7 +285,6 @@ class Pass(Event):
     callback: Callback
     orders: list[list[str]]  # by rank: what it hands over
     passes: int = 1
-    empty_passes: int = 0
     is_changed: bool = False
     has_done_callback: bool = False
     is_kept: bool = False
@@ -358,21 +350,6 @@ class Pass(Event):
             steps.append(lines)
         return steps
 
-    def before(self, rank: int, program: Program) -> list[str]:
-        label = self.callback.label
-        mistake = program.plant_at(self.number, rank)
-        kind = "" if mistake is None else mistake.kind
-        lines = []
-        for _ in range(self.empty_passes + (kind == "one local pass more")):
-            lines += [f"with {label}.no_sync():", f"    with {label}.backward():", "        pass"]
-        if kind == "hand-over in no_sync":
-            name = mistake.detail
-            inside = [f"{label}({self.callback.parameter(name)}, {self.callback.variable(name)})"]
-            inside += [f"note('taken {self.number}', True)"]
-            block = [f"with {label}.no_sync():", *indented(inside)]
-            lines += caught(block, "gs.InvalidArgument") if mistake.survives else block
-        return lines
-
     def noted(self, rank: int) -> list[str]:
         callback, lines = self.callback, []
         for name in self.orders[rank]:
@@ -389,7 +366,7 @@ class Pass(Event):
         label = self.callback.label
         mistake = program.plant_at(self.number, rank)
         inside = [line for lines in self.handed_over(rank, program) for line in lines]
-        lines = self.prepared(rank, program) + self.before(rank, program)
+        lines = self.prepared(rank, program)
         if mistake is not None and mistake.kind == "never flushed":
             return lines + inside
         if self.callback.has_block:
@@ -667,7 +644,6 @@ class Program:
                 'missing="zero"': any(callback.is_zero for callback in used),
                 "new_group or split": len(self.groups) > 1,
                 "own accumulation": any(event.passes > 1 for event in passes),
-                "empty local passes": any(event.empty_passes for event in passes),
                 "plain collectives": any(isinstance(e, Collective) and not e.is_asynchronous for e in self.events),
                 "done-callbacks": any(event.has_done_callback for event in passes),
                 "callback made every epoch": any(0 < c.epoch_steps < len(self.steps) for c in used),
@@ -900,7 +876,7 @@ def _draw_right(rng: Random, seed: int, backend: str, world_size: int, wanted: s
             steps.append(step)
     if not steps:
         steps.append([_draw_pass(rng, callbacks[0], world_size, is_whole=True)])
-    program = Program(seed, backend, world_size, on_device, chance(0.12), groups, callbacks, steps, None)
+    program = Program(seed, backend, world_size, on_device, chance(0.16), groups, callbacks, steps, None)
     for number, event in enumerate(program.events):
         event.number = number
         if isinstance(event, Interleaved):
@@ -936,7 +912,6 @@ def _draw_pass(rng: Random, callback: Callback, world_size: int, *, is_whole: bo
                 del order[rng.randint(0, len(order)) :]
     drawn = Pass(callback.group, callback, orders)
     drawn.passes = rng.choice([1, 1, 2, 3])
-    drawn.empty_passes = rng.choice([0, 0, 0, 1, 2])
     drawn.is_changed = callback.layout != "read_only" and rng.random() < 0.25
     drawn.has_done_callback = rng.random() < 0.25
     drawn.is_kept = not callback.is_recurring and not callback.is_view and rng.random() < 0.4
@@ -967,7 +942,7 @@ def _interleave(rng: Random, step: list[Event]) -> None:
             continue
         if rng.random() < 0.3:
             for each in (one, two):
-                each.empty_passes, each.orders = 0, [list(each.orders[0]) for _ in each.orders]
+                each.orders = [list(each.orders[0]) for _ in each.orders]
                 if each.callback.is_zero:
                     each.orders = [list(each.callback.specs) for _ in each.orders]
             step[at : at + 2] = [Interleaved(one.group, one, two)]
@@ -995,7 +970,7 @@ def _make_alike(one: Event, two: Event) -> None:
         return
     a, b = one.callback, two.callback
     if (a.specs, a.parameters, a.is_zero) == (b.specs, b.parameters, b.is_zero):
-        two.orders, two.empty_passes = [list(order) for order in one.orders], one.empty_passes
+        two.orders = [list(order) for order in one.orders]
 
 
 def _plant_survivable(rng: Random, program: Program, kind: str) -> bool:
@@ -1131,7 +1106,7 @@ def _at_pass(rng: Random, program: Program, plant: Plant, event: Pass) -> Iterat
         if not can_write or not sized:
             return
         plant.detail = rng.choice(sized)
-    elif kind in ("collective in a done-callback", "hand-over in no_sync") and names:
+    elif kind == "collective in a done-callback" and names:
         plant.detail = rng.choice(names)
         plant.rank = rng.choice([rank, -1]) if not callback.is_zero else rank
     elif kind == "rank raises" and names:
@@ -1143,7 +1118,7 @@ def _at_pass(rng: Random, program: Program, plant: Plant, event: Pass) -> Iterat
         if not any(np.prod(callback.specs[name][0]) for name in names):
             return
         plant.rank = rng.choice([rank, -1])
-    elif kind != "one local pass more":
+    else:
         return
     yield plant
 
@@ -1180,9 +1155,7 @@ def _violations_of(program: Program, rank: int, ending: Ending) -> Iterator[str]
     alike = _nearly_same if (program.backend, program.world_size) == ("stand-in", 3) else same
     noted = {}
     for what, value in ending.notes:
-        if what.split()[0] in ("wrote", "caught", "taken"):
-            if what.startswith("taken "):
-                yield "a gradient was taken inside no_sync(), and lost"
+        if what.split()[0] in ("wrote", "caught"):
             continue
         noted[what] = value
         bare = what.removeprefix("kept ")
@@ -1278,8 +1251,6 @@ def _to_be_told(program: Program, plant: Plant, endings: Sequence[Ending]) -> se
         members = {0}
     if kind == "collective in a done-callback":
         return {rank} if rank >= 0 else set(range(program.world_size)) & _all_in(group)
-    if kind == "hand-over in no_sync" and rank < 0:
-        return _all_in(group)
     if kind == "order swapped" and all(endings[member].error is None for member in members):
         return set()  # one of the two went alone, in a bucket of its own: the order makes no difference
     if kind == "write in flight":

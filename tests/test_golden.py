@@ -1,7 +1,7 @@
 """What people read when they use gradsync: help, doctor, bench, and the output of mistakes, as it was approved.
 
     python tests/test_golden.py                        # writes all of tests/golden anew
-    python tests/test_golden.py no_sync one_step_less  # or some
+    python tests/test_golden.py one_step_less world_size  # or some
 
 tests/golden/mistakes/NAME.py is a mistake, with the command that runs it in its first line, and NAME.txt what that
 prints. A change of such a text is reviewed in a commit of its own. What differs from run to run and from machine to

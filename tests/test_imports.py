@@ -229,7 +229,7 @@ def test_every_public_name_loads() -> None:
         ("DistributedDataParallel", "gs.AllreduceCallback and a hook of each parameter (examples/torch_loop.py)"),
         ("DistributedSampler", "gs.shard_indices(len(data), epoch)"),
         ("clip_grad_norm_", 'gs.AllreduceCallback("mean", clip_norm=1.0)'),
-        ("no_sync", "accumulate() of a gs.AllreduceCallback"),
+        ("no_sync", "arrays of your own to add gradients up in, and hand over each sum once"),
         ("Join", "join() of a gs.AllreduceCallback"),
     ],
 )

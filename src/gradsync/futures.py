@@ -479,7 +479,6 @@ class GradientFuture(CollectiveFuture):
     Until the future is done, the gradient belongs to gradsync: do not write to it. The result is the array that the
     program handed over, with the reduced values. If this array is read-only or its elements share memory, or if the
     gradient is a number, the result is a new array. With gradient_as_bucket_view, the result is a view of the bucket.
-    In a local pass, the result is the sum of the parameter's gradients on this rank so far.
 
     On a GPU the future has its value as soon as the bucket is launched; result() then makes the current stream, not the
     host, wait for the reduction. Before the launch, result() raises FutureNotReady in the thread that hands over

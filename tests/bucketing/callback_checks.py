@@ -6,10 +6,8 @@ the checks bring the device to rest before they ask.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import textwrap
 import threading
 from functools import partial
 from typing import Any
@@ -152,73 +150,7 @@ def name_parameters_by_anything(comm: Any, kit_name: str) -> None:
     expect(gs.InvalidArgument, lambda: callback([], kit.put(np.ones(1))), "hashable")
 
 
-def accumulate(comm: Any, kit_name: str) -> None:
-    """Two local passes, which are counted, and a third with the sum; weights as a single process would make them."""
-    kit = make_kit(comm, kit_name)
-    callback = gs.AllreduceCallback("mean", comm)
-    weights, model = np.zeros(4), np.zeros(4)
-    target = np.arange(4.0)
-    for step in range(4):
-        total = kit.put(np.zeros(4))
-        for micro in range(3):
-            total += kit.put((weights - target) * (1.0 + comm.rank + micro + step))
-            if micro < 2:
-                with callback.no_sync(), callback.backward():
-                    pass
-        with callback.backward():
-            future = callback("w", total)
-        weights = weights - 0.01 * values_of(future, kit)
-        everyone = [(rank, micro) for rank in range(comm.world_size) for micro in range(3)]
-        whole = sum((model - target) * (1.0 + rank + micro + step) for rank, micro in everyone)
-        model = model - 0.01 * whole / comm.world_size
-        np.testing.assert_allclose(weights, model, rtol=1e-13)
-    assert callback.statistics.all_reduces == 4
-    callback("w", kit.put(np.ones(1)))
-    expect(gs.InvalidArgument, lambda: callback.no_sync().__enter__(), "call flush() first")
-    callback.flush()
-
-
-def refuse_in_no_sync(comm: Any, kit_name: str) -> None:
-    """Nothing is taken; the code that the error shows, run as it stands, gives the mean of the sums."""
-    kit = make_kit(comm, kit_name)
-    callback = gs.AllreduceCallback("mean", comm)
-    for param in ("w", ("layer", 3), kit.put(np.zeros(3))):
-        given = kit.put(np.full(3, 1.0))
-        with callback.no_sync():
-            error = expect(gs.InvalidArgument, lambda p=param, g=given: callback(p, g), "hand over the sum once")
-        assert (kit.get(given) == 1.0).all()
-        text = str(error)
-        assert text.startswith(f"{comm.label}: the gradient of "), text
-        assert "DistributedDataParallel" in text
-        names = {
-            "batches": range(4),
-            "gradient_of": lambda batch: kit.put(np.full(3, 2.0 * batch + comm.rank)),
-            "sync": callback,
-            "parameter": param,
-        }
-        exec(textwrap.dedent(text.partition("\n\n")[2]), names)
-        wanted = sum(2.0 * batch for batch in range(4)) + 4 * (comm.world_size - 1) / 2
-        assert (values_of(names["future"], kit) == wanted).all()
-    assert (callback.statistics.steps, callback.statistics.gradients) == (3, 3)
-
-
-def hand_over_in_no_sync_on_one_rank(comm: Any, kit_name: str) -> str:
-    """Rank 1 takes its last pass for a local one, while the others wait for it."""
-    kit = make_kit(comm, kit_name)
-    callback = gs.AllreduceCallback("mean", comm)
-    try:
-        with callback.no_sync() if comm.rank == 1 else contextlib.nullcontext(), callback.backward():
-            callback("w", kit.put(np.ones(3)))
-    except gs.InvalidArgument:
-        return "raised"
-    except gs.RankFailed as error:
-        assert error.rank == 1
-        assert "handed over within no_sync()" in str(error)
-        return "told"
-    return "finished"
-
-
-WAYS_TO_DIFFER = ("order", "shape", "dtype", "name", "fewer", "more", "passes")
+WAYS_TO_DIFFER = ("order", "shape", "dtype", "name", "fewer", "more")
 
 
 def step_that_may_differ(comm: Any, kit: Any, callback: Any, label: str, how: str | None = None) -> list[Any]:
@@ -233,9 +165,6 @@ def step_that_may_differ(comm: Any, kit: Any, callback: Any, label: str, how: st
         gradients.append((f"{label}.p8", kit.put(np.ones(2))))
     elif how in odd:
         gradients[5] = (f"{label}.{'q' if how == 'name' else 'p'}5", kit.put(odd[how]))
-    elif how == "passes":
-        with callback.no_sync(), callback.backward():
-            pass
     with callback.backward():
         futures = [callback(name, gradient) for name, gradient in gradients]
     return [values_of(future, kit) for future in futures]

@@ -200,25 +200,6 @@ def missing_by_step(world_size: int) -> Iterator[list[tuple[str, ...]]]:
     yield [nothing] * world_size
 
 
-def accumulate(comm: Any, kit_name: str) -> None:
-    """Local passes between steps; a gradient within one is refused, and takes no place."""
-    kit = make_kit(comm, kit_name)
-    callback = gs.AllreduceCallback("sum", comm, parameters={"a": ((3,), "float64"), "b": ((2,), "float32")})
-    for number in range(6):
-        a, b = kit.put(np.full(3, 1.0 + comm.rank)), kit.put(np.full(2, 1.0, np.float32))
-        if number % 3 < 2:
-            with callback.no_sync():
-                if number:
-                    expect(gs.InvalidArgument, lambda given=a: callback("a", given), "within no_sync()")
-                callback.flush()
-            continue
-        with callback.backward():
-            futures = callback("b", b), callback("a", a)
-        assert (on_host(futures[0].result()) == comm.world_size).all()
-        assert (on_host(futures[1].result()) == sum(range(1, comm.world_size + 1))).all()
-    callback.flush()  # an empty step is one
-
-
 def stand_in_for_others(comm: Any, kit_name: str) -> None:
     """join(): the last rank has fewer batches; the others hand over in another order each time."""
     kit = make_kit(comm, kit_name)

@@ -209,65 +209,6 @@ def join_on_some_ranks_only(comm: Any, kit_name: str) -> None:
     expect(gs.PlanMismatch, train_joined if comm.rank else train, "the beginning of a step inside join()")
 
 
-def accumulate(comm: Any, kit_name: str) -> None:
-    """Each step is two local passes and one that is reduced; rank 0 runs out in the middle of its second one."""
-    kit = make_kit(comm, kit_name)
-    callback = gs.AllreduceCallback("sum", comm)
-    passes = (5, 9)[min(comm.rank, 1)]
-    others = comm.world_size - 1
-    with callback.join():
-        for number in range(passes):
-            gradient = kit.put(np.full(3, 1.0))
-            if number % 3 < 2:
-                with callback.no_sync(), callback.backward():
-                    pass  # the sum is the program's
-            else:
-                with callback.backward():
-                    future = callback("w", gradient)
-                assert (kit.get(future.result()) == (others + 1 if number == 2 else others)).all()
-    with callback.backward():  # local passes that no step followed are forgotten
-        future = callback("w", kit.put(np.full(3, 1.0)))
-    assert (kit.get(future.result()) == comm.world_size).all()
-
-
-def leave_with_sums(comm: Any, kit_name: str) -> None:
-    """The step after the block takes the sums that are left, if all ranks have made as many local passes."""
-    kit, n = make_kit(comm, kit_name), comm.world_size
-    callback = gs.AllreduceCallback("sum", comm)
-
-    def run(number: float) -> Any:
-        with callback.backward():
-            future = callback("w", kit.put(np.full(3, number)))
-        return kit.get(future.result())
-
-    def add_up() -> None:
-        with callback.accumulate():
-            callback("w", kit.put(np.full(3, 100.0)))
-
-    def uneven(batches: int) -> None:
-        with callback.join():
-            for _ in range(batches):
-                run(1.0)
-            if comm.rank == 0:
-                add_up()
-
-    for batches in (1, 1 + comm.rank):  # the others shadow no step, or rank 0 shadows some
-        uneven(batches)
-        error = expect(gs.PlanMismatch, lambda: run(1.0), "local pass")
-        assert "after 1 local pass" in str(error)
-        assert (run(1.0) == n).all()  # the sums went with the step
-    if comm.rank == 0:
-        add_up()
-    with callback.join({"w": ((3,), "float64")}):  # they were there before the block
-        if comm.rank:
-            run(1.0)
-    expect(gs.PlanMismatch, lambda: run(1.0), "local pass")
-    with callback.join():
-        run(1.0)
-        add_up()
-    assert (run(1.0) == 101 * n).all()
-
-
 def raise_in_the_loop(comm: Any, kit_name: str, inside: bool) -> str:
     """Rank 1 fails in its third step, when rank 0 has run out and rank 2 never had a batch."""
     kit = make_kit(comm, kit_name)

@@ -61,22 +61,6 @@ def test_parameters_are_named_by_anything(place: Place, world_size: int) -> None
     place.run(world_size, checks.name_parameters_by_anything, place.kit)
 
 
-@pytest.mark.parametrize(("place", "world_size"), ONE_AND_TWO_RANKS)
-def test_local_passes_and_a_sum_are_one_step(place: Place, world_size: int) -> None:
-    place.run(world_size, checks.accumulate, place.kit)
-
-
-@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 1, 2, 3), *on(STAND_IN, 1, 2), *on(GPU, 1, 2)])
-def test_a_gradient_within_no_sync_is_refused(place: Place, world_size: int) -> None:
-    place.run(world_size, checks.refuse_in_no_sync, place.kit)
-
-
-@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 2, 3), *on(STAND_IN, 2), *on(GPU, 2)])
-def test_a_refusal_within_no_sync_reaches_the_ranks_that_wait(place: Place, world_size: int) -> None:
-    outcomes = place.run(world_size, checks.hand_over_in_no_sync_on_one_rank, place.kit)
-    assert outcomes == ["told", "raised", "told"][:world_size]
-
-
 @pytest.mark.parametrize(
     ("place", "world_size"),
     [*on(SHM, 3), *on(STAND_IN, 2, 4), *on(STAND_IN_SLOW, 3), *on(STAND_IN_MIXED, 2), *on(GPU, 2, 4)],

@@ -67,16 +67,6 @@ def test_a_rank_that_did_not_join_is_told(place: Place, world_size: int) -> None
     place.run(world_size, checks.join_on_some_ranks_only, place.kit)
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 2, 3), *on(STAND_IN, 2), *on(GPU, 2)])
-def test_accumulation(place: Place, world_size: int) -> None:
-    place.run(world_size, checks.accumulate, place.kit)
-
-
-@pytest.mark.parametrize(("place", "world_size"), on(SHM, 2, 3))  # on NCCL who leaves a known plan breaks it
-def test_sums_that_are_left_count_their_passes(place: Place, world_size: int) -> None:
-    place.run(world_size, checks.leave_with_sums, place.kit)
-
-
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 3), *always_on(STAND_IN, 3)])
 def test_an_exception_reaches_those_that_stand_in(place: Place, world_size: int, inside: bool) -> None:

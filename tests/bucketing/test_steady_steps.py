@@ -137,7 +137,7 @@ def test_an_empty_step_leaves_what_is_known() -> None:
             for number, gradient in enumerate(gradients):
                 callback(number, gradient)
             callback.flush()
-            return [agreement for _, _, agreement in reducer.events._known], reducer._last.get(0)
+            return [agreement for _, agreement in reducer.events._known], reducer._last.get(0)
 
         for _ in range(3):
             known = step()

@@ -41,9 +41,6 @@ class StepEvents:
         settings: the options on which the ranks must agree, by name, with their values as text; a flag has the value
             "".
         threshold_bytes: the option, which may differ between ranks as long as their buckets are equal.
-
-    Attributes:
-        local_passes: the number of local passes (backward passes without communication) before this step.
     """
 
     def __init__(self, op: ReduceOp, settings: Mapping[str, str], threshold_bytes: object = None) -> None:
@@ -51,15 +48,13 @@ class StepEvents:
         self._threshold_bytes = threshold_bytes
         self._callback: KnownCallback | None = None
         self._others: dict[int, Agreement] = {}
-        self.local_passes = 0
         self._index = 0
         self.change_settings(settings)
 
     def change_settings(self, settings: Mapping[str, str]) -> None:
         """Changes the settings of later events; call it between steps."""
         self._op = ", ".join([self._reduce_op.value, *[f"{name} {each}".rstrip() for name, each in settings.items()]])
-        # The events of the last step, each with the number of local passes before it.
-        self._known: list[tuple[Bucket | Flush, int, Agreement]] = []
+        self._known: list[tuple[Bucket | Flush, Agreement]] = []  # the events of the last step
 
     def change_callback(self, callback: KnownCallback | None) -> None:
         """Includes a callback, or no callback, in the digests of later events."""
@@ -79,10 +74,9 @@ class StepEvents:
             known = self._others[agreement.digest] = self._callback.include_in(agreement)
         return known
 
-    def begin_step(self, passes: int = 0) -> None:
-        """Begins a step that follows `passes` local passes."""
+    def begin_step(self) -> None:
+        """Begins a step."""
         self._index = 0
-        self.local_passes = passes
 
     def next(self, event: Bucket | Flush) -> Agreement:
         """Returns the Agreement that the ranks compare before the next event of the step."""
@@ -91,20 +85,19 @@ class StepEvents:
             return self._make(event, 0)
         self._index = index + 1
         if index < len(self._known):
-            known, passes, agreement = self._known[index]
-            if (known is event or known == event) and passes == self.local_passes:
+            known, agreement = self._known[index]
+            if known is event or known == event:
                 return agreement
         agreement = self._make(event, index)
-        self._known[index:] = [(event, self.local_passes, agreement)]
+        self._known[index:] = [(event, agreement)]
         return agreement
 
     def _make(self, event: Bucket | Flush, index: int) -> Agreement:
-        passes = self.local_passes
         content = event.specs if isinstance(event, Bucket) else tuple(event)
         size = "" if self._threshold_bytes is None else f", threshold_bytes {self._threshold_bytes}"
         agreement = Agreement(
-            digest_of("gradients", index, self._op, content, passes),
-            partial(_describe, event, self._op, passes, self._op + size),
+            digest_of("gradients", index, self._op, content),
+            partial(_describe, event, self._op, self._op + size),
             index,
             partial(_summarise, event, self._op),
         )
@@ -123,14 +116,13 @@ class Flush(NamedTuple):
     missing: tuple[str, ...] = ()
 
 
-def _describe(event: Bucket | Flush, op: str, passes: int, options: str) -> Description:
-    after = f", after {_count(passes, 'local pass', 'local passes')}" if passes else ""
+def _describe(event: Bucket | Flush, op: str, options: str) -> Description:
     if isinstance(event, Flush):
         without = f", without a gradient for {list_of_names(event.missing)}" if event.missing else ""
-        what = f"flush ({op}) after {_count(event.gradients, 'gradient')}{without}{after}"
+        what = f"flush ({op}) after {_count(event.gradients, 'gradient')}{without}"
         return Description(what, tuple([f"{name}: {NO_GRADIENT}" for name in event.missing]), options=options)
     lines = tuple(map(str, event.specs))
-    what = f"all_reduce ({op}) of a bucket of {_count(len(lines), 'gradient')}, {event.size_bytes} bytes{after}"
+    what = f"all_reduce ({op}) of a bucket of {_count(len(lines), 'gradient')}, {event.size_bytes} bytes"
     return Description(what, lines, options=options)
 
 
@@ -141,8 +133,8 @@ def _summarise(event: Bucket | Flush, op: str) -> str:
     return f"all_reduce({op}) {event.dtype} {size_text(event.size_bytes)} {names}"
 
 
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
+def _count(number: int, one: str) -> str:
+    return f"{number} {one if number == 1 else one + 's'}"
 
 
 # -- Which callback it is --------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ buckets. For each bucket, and for the flush, the ranks compare digests of what t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, NoReturn
 
@@ -15,7 +15,7 @@ from gradsync.arguments import refuse_words
 from gradsync.backends import BACKENDS, unknown_backend
 from gradsync.bucketing.agreements import CallbackIdentity
 from gradsync.bucketing.forgotten import watch
-from gradsync.bucketing.gradient import display_name, known_parameters
+from gradsync.bucketing.gradient import known_parameters
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import list_of_names
 from gradsync.bucketing.reducer import BucketHook
@@ -68,8 +68,7 @@ class AllreduceCallback:
     Gradients of one dtype fill a bucket. gradsync reduces the bucket when it has reached the threshold, or when the
     next gradient does not fit. flush() reduces the buckets that are not full. The future of a gradient gives the
     reduced values. gradsync writes these values into the array that was handed over, if the array is writeable and its
-    elements share no memory. There are two exceptions: if gradients live in buckets, the values are in the bucket; if
-    the step reduces sums of local passes, the values are in the sum.
+    elements share no memory. If gradients live in buckets, the values are in the bucket.
 
     Args:
         reduce_method: "sum" or "mean", in upper or lower case. "mean" needs floating or complex gradients.
@@ -156,9 +155,6 @@ class AllreduceCallback:
         )
         self._group = group
         self._step = Step(options, CallbackIdentity(name, group))
-        # The function that takes a gradient. A block of local passes replaces it.
-        self._take: Callable[[Any, Any, Communicator], GradientFuture] = self._step.take
-        self._is_local = False  # whether a block of local passes is open
         self.statistics = self._step.reducer.statistics
         watch(self, self._step)
         if parameters is not None and (group is not None or world.current is not None):
@@ -197,15 +193,14 @@ class AllreduceCallback:
                 buckets, the futures give views on the device.
 
         Returns:
-            A future of the reduced gradient or, within accumulate(), of the sum so far. Outside accumulate() the future
-            is not done before gradsync has reduced the gradient's bucket. This happens in this call, in the call for a
-            later gradient, or in flush().
+            A future of the reduced gradient. It is not done before gradsync has reduced the gradient's bucket. This
+            happens in this call, in the call for a later gradient, or in flush().
 
         Raises:
             InvalidArgument: the parameter already has a gradient in this step, is not one of the `parameters`, or is
                 not hashable; the gradient is not an array, does not fit `parameters`, shares memory with an earlier
-                gradient of the step, or is in flight in another callback; the call is within no_sync(); another call
-                of the callback is still running; or there is no process group.
+                gradient of the step, or is in flight in another callback; another call of the callback is still
+                running; or there is no process group.
             UnsupportedDtype: the reduce method is not defined for the gradient's dtype, e.g. the mean of integers.
             BackendUnavailable: gradients live in buckets, and there is not enough memory for the buckets.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: a collective of the step has failed.
@@ -213,7 +208,7 @@ class AllreduceCallback:
         communicator = self._group or world.current
         if communicator is None or self._backend is not None:
             communicator = self._communicator()
-        return self._take(param, grad, communicator)
+        return self._step.take(param, grad, communicator)
 
     def __repr__(self) -> str:
         communicator, step = self._group or world.current, self._step
@@ -287,7 +282,7 @@ class AllreduceCallback:
 
     @property
     def filled(self) -> dict[Any, Any]:
-        """After a flush: the reduced gradients of parameters that had no gradient on this rank in the last pass.
+        """After a flush with missing="zero": the reduced gradients of parameters that had none on this rank.
 
         The mapping is empty after a step in which this rank had no gradient because its loop in join() had ended.
         """
@@ -296,7 +291,7 @@ class AllreduceCallback:
     def flush(self) -> None:
         """Ends the backward pass: reduces the remaining gradients, and ends the step.
 
-        Every rank must call it. Within accumulate() or no_sync(), flush() only ends a local pass. On the CPU the
+        Every rank must call it. On the CPU the
         futures of the step are done when flush() returns. On a GPU flush() makes the current stream wait for the
         reductions. The host waits too if gradients are in host memory, if the option `nonfinite` or `clip_norm` is set,
         or inside join().
@@ -306,15 +301,10 @@ class AllreduceCallback:
             MissingGradient, NonFiniteGradient: see the options `missing` and `nonfinite`.
             InvalidArgument: another call of the callback is still running, or there is no process group.
         """
-        if not self._is_local:
-            communicator = self._group or world.current
-            if communicator is None or self._backend is not None:
-                communicator = self._communicator()
-            self._step.flush(communicator)
-        elif self._take is _refuse_in_no_sync:
-            self._step.reducer.events.local_passes += 1
-        else:
-            self._step.end_local_pass()
+        communicator = self._group or world.current
+        if communicator is None or self._backend is not None:
+            communicator = self._communicator()
+        self._step.flush(communicator)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -324,7 +314,7 @@ class AllreduceCallback:
         call flush() again.
 
         If the body or the flush raises, gradsync cancels the futures that are not done, and aborts the communicator, so
-        that the other ranks raise RankFailed instead of waiting. This holds within accumulate() and no_sync() too.
+        that the other ranks raise RankFailed instead of waiting.
         Every rank raises a PlanMismatch or NonFiniteGradient of the callback's own collectives. So after these two
         errors the communicator stays usable, unless the `broken` of a PlanMismatch is True.
         """
@@ -332,7 +322,7 @@ class AllreduceCallback:
         try:
             yield
             # With missing="zero", a second flush would reduce a step of zeros.
-            is_flushed = not self._is_local and self._step.ended > ended and not self._step.count
+            is_flushed = self._step.ended > ended and not self._step.count
             if not is_flushed:
                 self.flush()
         except BaseException as error:
@@ -340,99 +330,6 @@ class AllreduceCallback:
                 self._note_locked(error)
             self._abandon("the backward pass", error)
             raise
-
-    @contextmanager
-    def accumulate(self, *, reused: bool = False) -> Iterator[None]:
-        """A context manager for local passes: adds gradients up. The next pass outside the block reduces the sums.
-
-            for batch in batches[:-1]:
-                with sync.accumulate():
-                    for name, gradient in gradients_of(batch):
-                        sync(name, gradient)
-            with sync.backward():
-                futures = {name: sync(name, gradient) for name, gradient in gradients_of(batches[-1])}
-
-        The ranks exchange nothing inside the block. gradsync adds gradients in the order of the passes and in their own
-        dtype, with the same bits as `total += gradient`, and does not write to the gradients. The mean is over the
-        ranks, not over the passes: divide by the number of passes. The future of a local pass waits
-        for no other rank. It gives the sum so far, in an array that later passes, and then the reduction, change. A
-        future of the last pass gives the reduced sum, in the array of the sum or as a view of the bucket. flush() also
-        reduces the sums of parameters that have no gradient in the last pass, and stores the results in the attribute
-        `filled`.
-
-        Inside the block, each flush() and each end of `with callback.backward()` ends a local pass. The end of the
-        block also ends a local pass. A pass without gradients does not count. If the ranks have different numbers of
-        local passes before a step, all ranks raise PlanMismatch in this step.
-
-        Args:
-            reused: whether the program may hand over one array in several passes of a step. True is for arrays that
-                hold only the gradient of the current pass, such as scratch memory or the arrays of gradient_buffers().
-                If False, gradsync raises an error for an array of an earlier pass of the step. Such an array could be a
-                running total, and gradsync would add its earlier values twice.
-
-        Raises:
-            InvalidArgument: the call is in the middle of a step, or within accumulate() or no_sync(); or `reused` is
-                not a bool.
-        """
-        if not isinstance(reused, bool):
-            raise InvalidArgument(f"accumulate() needs reused as True or False, got {reused!r}")
-        with self._local_passes("accumulate()", self._step.add_up):
-            self._step.sums.is_reused = reused
-            try:
-                yield
-                self._step.end_local_pass()
-            except BaseException:  # the sums hold only a part of this pass
-                self._step.discard()
-                raise
-
-    def discard(self) -> None:
-        """Drops the sums of local passes. Call it if a loop ends before the step that would reduce the sums.
-
-        Either every rank must call it, or no rank.
-
-        Raises:
-            InvalidArgument: the call is in the middle of a step, or within accumulate() or no_sync().
-        """
-        self._check_between_steps("discard()")
-        if self._is_local:
-            raise InvalidArgument("discard() is not possible within accumulate() or no_sync(): leave that block first")
-        self._step.discard()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A context manager for local passes in which the program hands over no gradient; flush() counts the passes.
-
-        The block is for programs that add gradients up by themselves and hand over the sum in the last pass, outside
-        this block. Handing over a gradient inside the block raises InvalidArgument; if gradsync should add the
-        gradients up, use accumulate(). The block only counts local passes: each flush() or backward() inside the block
-        is one pass. In the next step the ranks compare their numbers of local passes; if these differ, all ranks raise
-        PlanMismatch.
-
-            for batch in batches[:-1]:
-                total += gradient_of(batch)
-                with sync.no_sync():
-                    sync.flush()
-            with sync.backward():
-                future = sync("weights", total + gradient_of(batches[-1]))
-
-        Raises:
-            InvalidArgument: the call is in the middle of a step, or within accumulate() or no_sync().
-        """
-        with self._local_passes("no_sync()", _refuse_in_no_sync):
-            yield
-
-    @contextmanager
-    def _local_passes(self, what: str, take: Callable[[Any, Any, Communicator], GradientFuture]) -> Iterator[None]:
-        self._check_between_steps(what)
-        if self._is_local:
-            raise InvalidArgument(
-                f"{what} is not possible within accumulate() or no_sync() of the same callback: leave that block first"
-            )
-        self._take, self._is_local = take, True
-        try:
-            yield
-        finally:
-            self._take, self._is_local = self._step.take, False
 
     @contextmanager
     def join(self, parameters: Any = None) -> Iterator[Join]:
@@ -491,11 +388,8 @@ class AllreduceCallback:
             self._abandon("join()", error)
             raise
         finally:
-            reducer = self._step.reducer
-            reducer.count_present = None
-            # The next step reduces the remaining sums. Without sums, the next step does not count the block's local
-            # passes.
-            reducer.begin_step(passes=reducer.events.local_passes if self._step.sums.by_key else 0)
+            self._step.reducer.count_present = None
+            self._step.reducer.begin_step()
 
     def _note_locked(self, error: ValueError) -> None:
         """Adds the names of the read-only gradients to NumPy's error, which has no names.
@@ -559,41 +453,37 @@ class Join:
         self._communicator = communicator
         self._given = [known.spec for known in known_parameters(parameters, "join", step.reducer.op, communicator)]
 
-    def count(self, passes: int) -> int:
+    def count(self) -> int:
         """Reports that this rank has gradients for the step that begins; returns the number of ranks with gradients."""
         if self._communicator.world_size == 1:
             return 1
-        present, _ = self._exchange(_PRESENT, passes)
-        return present
+        return self._exchange(_PRESENT)
 
     def _shadow_others(self) -> None:
         """Takes part in the steps of the other ranks, with zeros, until no rank has gradients."""
         specs = self._step.agreed or self._given
         while self._communicator.world_size > 1:
-            present, passes = self._exchange(_ENDED if specs else _UNABLE)
+            present = self._exchange(_ENDED if specs else _UNABLE)
             if not present:
                 return
             with suppress(NonFiniteGradient):  # the ranks that have gradients raise this error, and may continue
-                self._step.shadow(specs, self._communicator, present=present, passes=passes)
+                self._step.shadow(specs, self._communicator, present=present)
 
-    def _exchange(self, answer: int, passes: int = 0) -> tuple[int, int]:
-        """Tells all ranks whether this rank has gradients, and its number of local passes; receives theirs.
+    def _exchange(self, answer: int) -> int:
+        """Tells all ranks whether this rank has gradients, and returns the number of ranks that have gradients.
 
         The answer is one of the constants _ENDED, _PRESENT and _UNABLE.
-
-        Returns:
-            The number of ranks that have gradients, and the number of local passes of the first such rank.
         """
         agreement = self._step.reducer.events.of_callback(_AGREEMENT)
-        answers = self._communicator._share_numbers("join", [answer, passes], agreement)
-        present = [rank for rank, (answer, _) in enumerate(answers) if answer == _PRESENT]
-        unable = [rank for rank, (answer, _) in enumerate(answers) if answer == _UNABLE]
+        answers = self._communicator._share_numbers("join", [answer], agreement)
+        present = [rank for rank, [answer] in enumerate(answers) if answer == _PRESENT]
+        unable = [rank for rank, [answer] in enumerate(answers) if answer == _UNABLE]
         if not present:
-            return 0, 0
+            return 0
         if unable:
             raise self._unable(unable[0])
         self.last_rank = present[0]
-        return len(present), answers[present[0]][1]
+        return len(present)
 
     def _unable(self, rank: int) -> PlanMismatch:
         """Returns the error that every rank raises if one rank has no step to repeat."""
@@ -605,21 +495,3 @@ class Join:
             "gradients, in the order in which the ranks hand them over",
             descriptions={named: "a step of unknown gradients inside join()"},
         )
-
-
-def _refuse_in_no_sync(param: Any, _grad: Any, communicator: Communicator) -> NoReturn:
-    """Refuses a gradient that is handed over within no_sync(), where it would be lost."""
-    name = display_name(param, 0)
-    if name.startswith("#"):
-        name = "parameter"
-    raise InvalidArgument(
-        f"{communicator.label}: the gradient of {name} was handed over within no_sync(), where it would be lost: "
-        "unlike DistributedDataParallel, which adds gradients up in .grad, an AllreduceCallback does not keep them. "
-        "Use `with sync.accumulate():`, which adds gradients up. Or add up in an array of your own, and hand over the "
-        "sum once:\n\n"
-        "    total = 0\n"
-        "    for batch in batches:\n"
-        "        total = total + gradient_of(batch)  # hand over nothing here\n"
-        "    with sync.backward():  # outside no_sync()\n"
-        f"        future = sync({name}, total)"
-    )

@@ -92,8 +92,6 @@ def _take(*, everywhere: bool) -> list[str]:
         if found is not None and (everywhere or found[1].closed):
             texts.append(found[0])
             step.fail(GradientCancelled("the process group ended before the end of the backward pass"))
-        if uncaught_error() is None:
-            step.report_lost_sums(everywhere=everywhere)
     return texts
 
 
@@ -101,7 +99,6 @@ def _collected(step: Step) -> None:
     """Makes the waiting gradients of a garbage-collected callback writeable, and warns that they were not reduced.
 
     If an exception ends the program, or a failure has ended the communicator, there is no warning.
-    Sums of local passes only cause a warning, because a loop may end before the step that would reduce the sums.
     """
     found = step.forgotten()
     step.unlock_waiting()
@@ -110,7 +107,6 @@ def _collected(step: Step) -> None:
     del _watched[step]
     if uncaught_error() is not None:
         return
-    step.report_lost_sums()
     if found is not None:
         text, communicator = found
         _lost.append(_Lost(text, weakref.ref(communicator)))

@@ -106,7 +106,7 @@ class Reducer:
         self.op = options.op
         self.events = StepEvents(options.op, options.settings(), options.threshold_bytes)
         self.statistics = Statistics()
-        self.count_present: Callable[[int], int] | None = None
+        self.count_present: Callable[[], int] | None = None
         self.values = Values(options.nonfinite, options.clip_norm)
         self._options = options
         self._hook: BucketHook | None = None
@@ -332,14 +332,13 @@ class Reducer:
         self._count_active()
         communicator._agree(self.events.next(Flush(gradients, missing)))
 
-    def begin_step(self, present: int | None = None, passes: int = 0) -> None:
+    def begin_step(self, present: int | None = None) -> None:
         """Begins a step; keeps the Agreements of the last step, because the new step may repeat the last step.
 
         Args:
             present: the number of ranks with gradients for the new step, if it is known already.
-            passes: the number of local passes before the new step.
         """
-        self.events.begin_step(passes)
+        self.events.begin_step()
         self._launched.clear()
         self._present = present
 
@@ -351,7 +350,7 @@ class Reducer:
 
     def _count_active(self) -> None:
         if self.count_present is not None and self._present is None:
-            self._present = self.count_present(self.events.local_passes)
+            self._present = self.count_present()
 
 
 class _Divided:

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from gradsync.bucketing.accumulation import Accumulation
 from gradsync.bucketing.agreements import CallbackIdentity
 from gradsync.bucketing.gradient import (
     PLAIN_NAMES,
@@ -82,7 +81,6 @@ class Step:
             the current step.
         raised_on_all: the last error that every rank raised in a collective of this callback; None if there is none.
         filled: after a flush, by parameter: the results of parameters that had no gradient on this rank.
-        sums: the sums of the gradients of local passes, until the next step reduces the sums.
         agreed: the gradients of the last step that was not empty and ended in the same way on all ranks. If the
             callback has the option `parameters`: the gradients of all parameters.
     """
@@ -95,7 +93,6 @@ class Step:
         self.ended = 0
         self.raised_on_all: BaseException | None = None
         self.filled: dict[Any, Any] = {}
-        self.sums = Accumulation()
         self.agreed: list[GradientSpec] = []
         self._options = options
         self._identity = identity
@@ -141,7 +138,6 @@ class Step:
                     f"{communicator.label}: the group has changed in the middle of a backward pass: call flush() first"
                 )
             self.fail(GradientCancelled("the process group ended before the end of the backward pass"))
-        self.report_lost_sums()
         self.forget_memory()
         self.agreed = []
         if self._options.parameters is not None:
@@ -305,8 +301,6 @@ class Step:
         arrays, position = communicator._arrays, self._position_of(param, communicator)
         grad, native, spec = self._accepted(param, grad, position, communicator)
         key = key_of(param)
-        if self.sums.by_key:
-            grad, native = self.sums.take(key, grad, native, communicator)
         is_locked = False
         is_itself = native is grad
         if isinstance(grad, np.ndarray):
@@ -403,35 +397,6 @@ class Step:
         self._overlaps.claim(native, name, communicator._arrays, communicator.label)
         self._keys.add(key)
 
-    # -- Local passes ----------------------------------------------------------------------------------------------
-
-    def add_up(self, param: Any, grad: Any, communicator: Communicator) -> GradientFuture:
-        """Adds a gradient of a local pass to the sum of its parameter; returns a future of the sum so far.
-
-        The ranks exchange nothing.
-        """
-        self._begin_call("callback(param, grad)", communicator)
-        if communicator._runs_beside_host:
-            communicator._checked_stream(None, "a gradient")
-        position = len(self.sums.by_key) if self._positions is None else self._position_of(param, communicator)
-        grad, native, spec = self._accepted(param, grad, position, communicator)
-        if isinstance(grad, np.ndarray):
-            can_lock(grad, spec.name, self)  # refuses a gradient that is in flight in another callback
-        self._entries.clear()  # the next step reduces the sums, not the arrays of the last step
-        total = self.sums.add(param, key_of(param), spec.name, grad, native, communicator)
-        end = CollectiveEnd(communicator._backend.timeout_seconds)
-        end.finish(None, None, communicator._mark_end())
-        return GradientFuture(spec.name, end, total)
-
-    def end_local_pass(self) -> None:
-        """Counts a local pass if a gradient has arrived in it."""
-        self.reducer.events.local_passes += self.sums.end_pass()
-
-    def discard(self) -> None:
-        """Drops the sums of local passes, and their number."""
-        self.sums.clear()
-        self.reducer.events.local_passes = 0
-
     # -- The end of a step -----------------------------------------------------------------------------------------
 
     def flush(self, communicator: Communicator) -> None:
@@ -446,7 +411,6 @@ class Step:
         try:
             if not self._is_known:
                 self.agree_on_callback(communicator)
-            rest = self._take_rest(communicator) if self.sums.by_key else {}
             if self.count < len(self._parameters):
                 self._complete(communicator)
             self._is_busy = True
@@ -466,8 +430,6 @@ class Step:
             raise
         finally:
             self._is_busy = False
-        for name, future in rest.items():
-            self.filled[name] = future.result()
         if self._leaving is not None:
             self._raise_leaving()
 
@@ -487,7 +449,7 @@ class Step:
     def fail(self, error: BaseException) -> None:
         """Ends the step with an error, which the futures that are not done will raise.
 
-        This method forgets the arrays of this step and of the last step, and the sums of local passes.
+        This method forgets the arrays of this step and of the last step.
         """
         self._note_raised_on_all(error)
         if isinstance(error, NonFiniteGradient):  # raised after all ranks have agreed on the step
@@ -500,7 +462,6 @@ class Step:
                 self.reducer.order_launched()
         ends = list(self._ends.values())
         self.reducer.values.fail()
-        self.sums.clear()
         self._end_step()
         self.reducer.forget()
         self.planner.reset()
@@ -510,14 +471,6 @@ class Step:
         if isinstance(error, (SystemExit, KeyboardInterrupt)):
             self._leaving = None
         self._raise_leaving()
-
-    def _take_rest(self, communicator: Communicator) -> dict[Any, GradientFuture]:
-        """Hands over the sums of parameters without a gradient in the last pass; returns the futures for `filled`."""
-        futures = {}
-        for param, total in self.sums.take_rest(communicator):
-            position = self.count if self._positions is None else self._positions[key_of(param)]
-            futures[_key_in_filled(param, position)] = self.take(param, total, communicator)
-        return futures
 
     def _complete(self, communicator: Communicator) -> None:
         """Hands over zeros for missing gradients, or raises an error.
@@ -549,7 +502,7 @@ class Step:
             self.take(param, zeros, communicator)
             self.filled[_key_in_filled(param, position)] = zeros
 
-    def shadow(self, specs: Sequence[GradientSpec], communicator: Communicator, *, present: int, passes: int) -> None:
+    def shadow(self, specs: Sequence[GradientSpec], communicator: Communicator, *, present: int) -> None:
         """Takes part in a whole step of the other ranks, with zeros.
 
         The statistics do not count this step and its gradients, but they count its buckets.
@@ -558,20 +511,17 @@ class Step:
             specs: the names, shapes and dtypes of the step's gradients, by position.
             communicator: the communicator whose ranks reduce the gradients.
             present: the number of ranks that have gradients.
-            passes: the number of local passes before the step, on the first rank that has gradients.
         """
-        reducer, statistics, sums = self.reducer, self.reducer.statistics, self.sums
-        own_passes, steps, gradients = reducer.events.local_passes, statistics.steps, statistics.gradients
-        self.sums = Accumulation()  # the rank's own sums wait for a step in which the rank has gradients
-        reducer.begin_step(present, passes)
+        reducer, statistics = self.reducer, self.reducer.statistics
+        steps, gradients = statistics.steps, statistics.gradients
+        reducer.begin_step(present)
         try:
             for position, spec in enumerate(specs):
                 parameter = spec if self._positions is None else self._parameters[position].parameter
                 self.take(parameter, self._zeros_at(position, spec, communicator, is_shadow=True), communicator)
             self.flush(communicator)
         finally:
-            self.sums = sums
-            reducer.begin_step(passes=own_passes)
+            reducer.begin_step()
             statistics.steps, statistics.gradients = steps, gradients
 
     def _zeros_at(
@@ -710,25 +660,6 @@ class Step:
             return None
         text = f"{communicator.label}: {what}: end each backward pass with flush() or `with callback.backward()`"
         return text, communicator
-
-    def report_lost_sums(self, *, everywhere: bool = True) -> None:
-        """Drops sums of local passes that were never reduced. Logs a warning, unless a failure ended the communicator.
-
-        Args:
-            everywhere: if False, keep the sums if their communicator is still open.
-        """
-        communicator = self._communicator
-        if not self.sums.by_key or communicator is None or not (everywhere or communicator.closed):
-            return
-        names = list_of_names(self.sums.names())
-        self.discard()
-        if not communicator._lifetime.has_failed:
-            _log.warning(
-                "warning: %s: the gradients of %s were added up in accumulate() and never reduced over the ranks: hand "
-                "over the last pass of each step outside accumulate(), or drop the sums with discard()",
-                communicator.label,
-                names,
-            )
 
     def _of_step(self) -> list[GradientEntry]:
         """Returns the gradients of this step, by position."""

@@ -67,8 +67,7 @@ def average_gradients(
         tree: a tree of gradients on the communicator's device. A single array is a tree too. The function does not
             change the tree's containers.
         callback: the AllreduceCallback that reduces the gradients; the path of a gradient is its name. The function
-            also flushes the callback. All options of the callback apply, such as clipping. Within the callback's
-            no_sync() the call is an error, because it hands over gradients.
+            also flushes the callback. All options of the callback apply, such as clipping.
         op: "mean" or "sum", in upper or lower case. None means the callback's operator or, without a callback, "mean".
         communicator: the communicator of the ranks. None means the callback's communicator or, without a callback, the
             world communicator.

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 
 TESTS = Path(__file__).parents[2]
 sys.path[:0] = [str(TESTS), str(TESTS / "bucketing")]
 
-import accumulation_checks
 import average_checks
-import callback_checks
 import callback_hook_checks
 import fixed_checks
 import knob_checks
@@ -20,10 +17,6 @@ import view_checks
 from naive_reference import THRESHOLDS
 
 import gradsync as gs
-
-ACCUMULATION = [
-    partial(accumulation_checks.add_up, kit_name="numpy", options=each) for each in accumulation_checks.OPTIONS
-]
 
 CHECKS = (
     lambda comm: steady_checks.repeat_the_same_arrays(comm, "numpy", THRESHOLDS),
@@ -43,18 +36,6 @@ CHECKS = (
     lambda comm: average_checks.average_everything(comm, "numpy"),
     lambda comm: average_checks.average_what_is_no_array(comm),
     lambda comm: average_checks.differ(comm, "numpy"),
-    lambda comm: callback_checks.accumulate(comm, "numpy"),
-    lambda comm: callback_checks.refuse_in_no_sync(comm, "numpy"),
-    *(
-        partial(accumulation_checks.add_up, kit_name="numpy", options=options)
-        for options in accumulation_checks.OPTIONS
-    ),
-    lambda comm: accumulation_checks.add_up_scratch(comm, "numpy", in_buckets=False),
-    lambda comm: accumulation_checks.add_up_scratch(comm, "numpy", in_buckets=True),
-    lambda comm: accumulation_checks.hand_over_what_came_before_alone(comm, "numpy"),
-    lambda comm: accumulation_checks.differ_in_passes(comm, "numpy"),
-    lambda comm: accumulation_checks.add_up_with_uneven_batches(comm, "numpy"),
-    lambda comm: accumulation_checks.add_up_before_a_hook(comm, "numpy"),
 )
 
 if __name__ == "__main__":
