@@ -22,41 +22,31 @@ from gradsync.arguments import join_address, parse_address
 from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, SECRET, SECRET_FILE, read_secret_option, take_secret
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
 from gradsync.launching.output import Notices
-from gradsync.machine import interface_of
 from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path
-from gradsync.rendezvous.sockets import bind_listener, format_address, is_loopback, look_up
-
-
-def own_address(host: str) -> str | None:
-    """Returns the IP address of a host name or address; None if this address does not belong to this machine."""
-    try:
-        address = str(look_up(host, 0)[0][4][0])
-    except (OSError, ValueError):  # not a host name or address
-        return None
-    return None if not host or interface_of(address) is None else address
+from gradsync.rendezvous.sockets import bind_listener, format_address, is_loopback
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The options of `gradsync run` on several machines; made by `check_nodes`.
+    """The machines of a run of `gradsync run`; made by `check_nodes`. By default one.
 
     Attributes:
         count: the number of machines.
         number: the number of this machine, from 0.
-        rendezvous: host:port of the rendezvous server, as the user wrote it.
-        secret: the secret of the run.
+        rendezvous: host:port of the rendezvous server, as the user wrote it; "" on one machine.
+        secret: the secret of the run; b"" on one machine.
     """
 
-    count: int
-    number: int
-    rendezvous: str
-    secret: bytes = field(repr=False)
+    count: int = 1
+    number: int = 0
+    rendezvous: str = ""
+    secret: bytes = field(default=b"", repr=False)
 
 
 def check_nodes(
     nnodes: int | None, node_rank: int | None, rendezvous: str | None, secret_file: str | None, max_restarts: int
-) -> Nodes | None:
-    """Returns the options of a run on several machines; None for a run on one machine.
+) -> Nodes:
+    """Returns the machines of a run from the options of the command line.
 
     Raises:
         InvalidArgument: an option is missing, malformed or out of its range, or allowed only for several machines, or
@@ -67,11 +57,11 @@ def check_nodes(
         for option, value in given.items():
             if value is not None:
                 raise InvalidArgument(f"{option} needs --nnodes, the number of machines")
-        return None
+        return Nodes()
     if node_rank is not None and node_rank >= nnodes:
         raise InvalidArgument(f"--node-rank needs to be from 0 to {nnodes - 1} with --nnodes {nnodes}, got {node_rank}")
     if nnodes == 1:
-        return None
+        return Nodes()
     if node_rank is None:
         raise InvalidArgument(f"--nnodes {nnodes} needs --node-rank, this machine's number from 0 to {nnodes - 1}")
     if max_restarts:
@@ -102,12 +92,17 @@ def check_nodes(
 
 
 @contextlib.contextmanager
-def node_endpoint(nodes: Nodes, notices: Notices) -> Iterator[tuple[Endpoint, socket.socket | None]]:
+def node_endpoint(nodes: Nodes, notices: Notices) -> Iterator[tuple[Endpoint | None, socket.socket | None]]:
     """Yields the endpoint of the rendezvous server for `gradsync run --nnodes`, and on node 0 the server's socket.
+
+    Both are None on one machine: the supervisor then makes an endpoint.
 
     Raises:
         RendezvousError: on node 0, the address does not belong to this machine, or the port is taken.
     """
+    if nodes.count == 1:
+        yield None, None
+        return
     if nodes.number > 0:
         yield Endpoint(nodes.rendezvous, nodes.secret), None
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import sys
@@ -64,8 +63,8 @@ def run_command(
         notices.print(f"gradsync: {text}, as in: gradsync run -n 2 {script}")
     target = (module_target if as_module else script_target)(script, arguments)
     if backend == "mpi":
-        command = target.mpi_command((nprocs or default_process_count()) * (nnodes or 1))
-        where = "run" if nodes is None else "run on one node only, with the hosts"
+        command = target.mpi_command((nprocs or default_process_count()) * nodes.count)
+        where = "run" if nodes.count == 1 else "run on one node only, with the hosts"
         raise InvalidArgument(f"--backend mpi needs MPI's own launcher; {where}: {command}")
     devices = None if gpus is None else parse_gpus(gpus)
     n_ranks = nprocs or (default_process_count() if devices is None else len(devices))
@@ -75,8 +74,10 @@ def run_command(
         if count_gpus() == 0:
             notices.print(f"gradsync: warning: no NVIDIA GPU is found here, so the ranks cannot use --gpus {gpus}")
         devices = tuple(choose_gpus(devices, n_ranks, os.environ))
-    shows_prefix = n_ranks > 1 or nodes is not None if prefix is None else prefix
-    world_size = n_ranks * (1 if nodes is None else nodes.count)
+    world_size, rank_start = nodes.count * n_ranks, nodes.number * n_ranks
+    own_ranks = range(rank_start, rank_start + n_ranks)
+    ranks_elsewhere = set(range(world_size)).difference(own_ranks)
+    shows_prefix = world_size > 1 if prefix is None else prefix
     reading_rank = _stdin_rank(stdin_rank, world_size)
     variables: dict[str, str] = {}
     if trace_dir is not None:
@@ -84,22 +85,19 @@ def run_command(
     if debug:
         variables[environment.DEBUG] = "1"
 
-    def make_output(started: Job, restart: int) -> OutputForwarder:
-        elsewhere = set(range(started.world_size)).difference(started.ranks)
+    def make_output(restart: int) -> OutputForwarder:
         return OutputForwarder(
-            sys.stdout, sys.stderr, prefix=shows_prefix, log_dir=log_dir, restart=restart, ranks_elsewhere=elsewhere
+            *(sys.stdout, sys.stderr),
+            prefix=shows_prefix,
+            log_dir=log_dir,
+            restart=restart,
+            ranks_elsewhere=ranks_elsewhere,
         )
 
-    with contextlib.ExitStack() as stack:
-        rank_start, endpoint, listener = 0, None, None
-        if nodes is not None:
-            rank_start = nodes.number * n_ranks
-            endpoint, listener = stack.enter_context(node_endpoint(nodes, notices))
-            ranks = name_ranks(range(rank_start, rank_start + n_ranks))
-            notices.print(
-                f"gradsync: node {nodes.number} of {nodes.count}: {ranks} of {world_size}; rendezvous at "
-                f"{nodes.rendezvous}"
-            )
+    with node_endpoint(nodes, notices) as (endpoint, listener):
+        if nodes.count > 1:
+            place = f"node {nodes.number} of {nodes.count}: {name_ranks(own_ranks)} of {world_size}"
+            notices.print(f"gradsync: {place}; rendezvous at {nodes.rendezvous}")
         job = Job(
             target,
             n_ranks,

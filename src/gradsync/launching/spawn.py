@@ -17,7 +17,6 @@ from typing import Any
 from gradsync.arguments import check_integer, check_port, did_you_mean, integer_of
 from gradsync.backends import BACKENDS
 from gradsync.errors import InvalidArgument
-from gradsync.launching.hosting import own_address
 from gradsync.launching.in_rank.result import ReturnValue
 from gradsync.launching.job import Job, choose_gpus, parse_gpus
 from gradsync.launching.launch import (
@@ -33,7 +32,8 @@ from gradsync.launching.outcome import Outcome, RankOutcome, failure_text, signa
 from gradsync.launching.rank_process import RankProcess
 from gradsync.launching.signals import SignalInbox
 from gradsync.launching.supervisor import Supervisor
-from gradsync.machine import Latch, default_process_count
+from gradsync.machine import Latch, default_process_count, interface_of
+from gradsync.rendezvous.sockets import look_up
 
 _PROXIES = ("http_proxy", "https_proxy")
 
@@ -159,11 +159,19 @@ def _check_ips(ips: str | Sequence[str] | None) -> None:
     if ips is None:
         return
     for ip in ips.split(",") if isinstance(ips, str) else ips:
-        if not isinstance(ip, str) or own_address(ip.strip()) is None:
+        if not isinstance(ip, str) or not _is_own(ip.strip()):
             raise InvalidArgument(
                 f"spawn starts processes on this machine only, and {ip!r} in ips {ips!r} does not belong to it; for "
                 "several machines decorate the function with gs.launcher(rank_start=...), and call it on each machine"
             )
+
+
+def _is_own(host: str) -> bool:
+    """Returns whether a host name or address belongs to this machine."""
+    try:
+        return host != "" and interface_of(look_up(host, 0)[0][4][0]) is not None
+    except (OSError, ValueError):  # not a host name or address
+        return False
 
 
 class MultiprocessContext:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gradsync.launching.output import OutputForwarder
     from gradsync.rendezvous.server import RendezvousServer
 
-_LEAVING_SECONDS = 5.0  # after a failure: how long this launcher's server waits for the ranks of other launchers
+_LEAVING_SECONDS = 1.0  # after a failure: how long this launcher's server waits for the ranks of other launchers
 _TELL_AFTER_SECONDS = 5.0
 _LAST_OUTPUT_SECONDS = 2.0  # how long to wait for a blocked terminal after a signal or an exception
 _CHECK_SIGNALS_SECONDS = 0.2
@@ -54,9 +54,9 @@ _UNKILLABLE_SECONDS = 1.8  # a little longer than the guard tries to kill its ra
 _Step = tuple[float, int]
 _GIVE_UP = 0  # this step abandons the ranks that still run
 
-#: A function that returns the object that shows the output of one start of the ranks. The function's arguments are the
-#: job and the number of restarts.
-MakeOutput = Callable[[Job, int], "OutputForwarder"]
+#: A function that returns the object that shows the output of one start of the ranks. The function's argument is the
+#: number of restarts.
+MakeOutput = Callable[[int], "OutputForwarder"]
 
 
 def supervise(
@@ -174,7 +174,7 @@ class Supervisor:
             self._selector = selectors.DefaultSelector()
             self._selector.register(self._signals.descriptor, selectors.EVENT_READ)
             if self._make_output is not None:
-                self._output = self._make_output(job, self._restart)
+                self._output = self._make_output(self._restart)
                 self._stack.callback(self._output.finish, _LAST_OUTPUT_SECONDS)
             self._stack.callback(self._end_watching)
             with (
@@ -214,13 +214,20 @@ class Supervisor:
         return Outcome(outcomes, self._signal_number)
 
     def _wait_for_other_launchers(self) -> None:
-        """If all went well here, keeps the server until the ranks of other launchers have left, or a signal comes."""
-        if self._server is None or self._job.world_size == self._job.n_ranks or self._n_failures:
+        """Keeps the server until the ranks of other launchers have left, or a signal comes; after a failure 1 s."""
+        if self._server is None or self._job.world_size == self._job.n_ranks:
             return
-        tell_at = time.monotonic() + _TELL_AFTER_SECONDS
-        while not self._is_asked_to_end() and not self._server.wait_until_empty(_CHECK_SIGNALS_SECONDS):
-            if time.monotonic() > tell_at:
-                tell_at = float("inf")
+        has_failed = self._n_failures > 0 or self._signal_number is not None
+        began, has_told = time.monotonic(), False
+        while not self._server.wait_until_empty(_CHECK_SIGNALS_SECONDS):
+            waited_seconds = time.monotonic() - began
+            numbers = self._signals.read()
+            for number in numbers:
+                self._handle_signal(number)
+            if {*numbers} - {signal.SIGTSTP} or (has_failed and waited_seconds > _LEAVING_SECONDS):
+                return
+            if not has_failed and not has_told and waited_seconds > _TELL_AFTER_SECONDS:
+                has_told = True
                 self._notices.print("gradsync: the ranks of this machine have ended; waiting for the other machines")
 
     # -- Starting ------------------------------------------------------------------------------------------------
@@ -242,16 +249,13 @@ class Supervisor:
         """Runs the rendezvous server of this start in a thread of this process."""
         from gradsync.rendezvous.server import RendezvousServer  # imported here, because ranks start meanwhile
 
-        job = self._job
-        server = RendezvousServer(job.world_size, secret=endpoint.secret, listener=listener)
+        server = RendezvousServer(self._job.world_size, secret=endpoint.secret, listener=listener)
         server.start()
         self._server = server
         try:
             yield
         finally:
             self._server = None
-            if job.world_size > job.n_ranks:
-                server.wait_until_empty(_LEAVING_SECONDS)
             server.stop()
 
     # -- Watching ------------------------------------------------------------------------------------------------

@@ -127,18 +127,11 @@ class RendezvousClient:
             raise InvalidArgument(f"connect needs a rank from 0 to world_size - 1 = {world_size - 1}, got {rank}")
         secret = check_secret(secret)
         label = f"rank {rank}/{world_size}"
-        host = clip_text(socket.gethostname(), MAX_NAME_BYTES)
-        process = machine_identity(), host, os.getpid()
+        process = machine_identity(), clip_text(socket.gethostname(), MAX_NAME_BYTES), os.getpid()
         attempts_left = _JOIN_ATTEMPTS
         while True:
             attempts_left -= 1
-            connection = dial(
-                address,
-                secret=secret,
-                deadline=deadline,
-                label=label,
-                shown_seconds=shown_seconds,
-            )
+            connection = dial(address, secret=secret, deadline=deadline, label=label, shown_seconds=shown_seconds)
             try:
                 connection.start(heartbeat_seconds(world_size))
                 [number] = connection.ask(

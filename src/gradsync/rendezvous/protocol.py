@@ -132,7 +132,6 @@ class RendezvousCore:
             actions = self._judge(now, event)
         elif isinstance(event, Started):
             self._pids[event.rank] = event.pid
-            self._ended.pop(event.rank, None)
             self._watch(now, event.rank)
             actions = []
         elif isinstance(event, Ended):

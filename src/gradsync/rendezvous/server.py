@@ -131,10 +131,8 @@ class ServerConnection:
                 else:
                     self.output += step
                 continue
-            message = self._session.open(frame)
-            if self.is_unauthenticated:
-                self.is_unauthenticated = False
-            messages.append(message)
+            messages.append(self._session.open(frame))
+            self.is_unauthenticated = False
         return messages
 
     def send(self, frame_type: FrameType, fields: tuple[Any, ...]) -> None:

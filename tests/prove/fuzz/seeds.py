@@ -8,7 +8,7 @@ import msgpack
 from targets import KEYS, RANKS, REQUESTS, RUN, SECRET, VARIABLES
 
 from gradsync.communicators.agreement import Description
-from gradsync.launching.in_rank.result import ERROR, RESULT, ErrorReport, to_json
+from gradsync.launching.in_rank.result import ERROR, RESULT, ErrorReport
 from gradsync.rendezvous.frames import FrameType
 from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
 from gradsync.rendezvous.wire import Frame, FrameReader, Session, pack_frame
@@ -23,7 +23,7 @@ def seeds() -> dict[str, list[bytes]]:
     bodies = [bytes([kind]) + msgpack.packb(fields) for kind, *fields in _samples()]
     script = [[rank, 0, rank, RANKS, "m", "h", 7] for rank in range(RANKS)]
     script += [[0, REQUESTS.index(kind), *fields] for kind, *fields in _samples() if kind in REQUESTS]
-    told = to_json(ErrorReport("Traceback", "ValueError", is_consequence=False))
+    told = ErrorReport("Traceback", "ValueError", is_consequence=False).to_json()
     return {
         "frames": [b"\x00" + hello, b"\xff" + client.seal(FrameType.LEAVE, "", None, 0), b"\x03" + hello[:30]],
         "sealed_bodies": bodies,

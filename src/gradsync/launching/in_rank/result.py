@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from io import BufferedReader, BufferedWriter
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 RESULT = b"gradsync result\n"
 #: The message on the report pipe if the result file holds an error: a JSON object with the attributes of `ErrorReport`.
 ERROR = b"gradsync error\n"
-
-_Record = TypeVar("_Record")
 
 
 class ErrorReport(NamedTuple):
@@ -44,6 +42,35 @@ class ErrorReport(NamedTuple):
     missed_rank: int | None = None
     is_unsendable: bool = False
     is_timeout: bool = False
+
+    def to_json(self) -> bytes:
+        """Returns the report as a JSON object."""
+        import json
+
+        return json.dumps(self._asdict(), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> ErrorReport:
+        """Returns the report of a JSON object.
+
+        Raises:
+            ValueError: the data is not a JSON object, or its attributes differ from those of a report in name or type.
+        """
+        import json
+        from typing import get_type_hints
+
+        try:
+            value = json.loads(data)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+        types = get_type_hints(cls)
+        if not isinstance(value, dict) or value.keys() != types.keys():
+            raise ValueError(f"needs to be an object with the attributes {sorted(types)}")
+        for name, attribute in value.items():
+            # isinstance(True, int) is true, but this function does not accept a bool as a number.
+            if not isinstance(attribute, types[name]) or (isinstance(attribute, bool) and types[name] is not bool):
+                raise ValueError(f"{name} needs to be {types[name]}, got {type(attribute).__name__}")
+        return cls(**value)
 
 
 # -- In the rank -------------------------------------------------------------------------------------------------------
@@ -76,7 +103,7 @@ def send_error(pipe: int, file: int, error: ErrorReport) -> None:
     """
     _lift_own_limit()
     with _emptied(file) as stream:
-        stream.write(to_json(error))
+        stream.write(error.to_json())
     os.write(pipe, ERROR)
 
 
@@ -165,7 +192,7 @@ def read_report(message: bytes, file: int) -> ReturnValue | ErrorReport:
         if message != ERROR:
             raise ValueError(f"{message[:16]!r} is no report")
         with _reading(file) as stream:
-            return from_json(ErrorReport, stream.read())
+            return ErrorReport.from_json(stream.read())
     except (ValueError, OSError, MemoryError) as error:
         # Most likely other code has written to the pipe or the file.
         text = f"the report of this rank cannot be read ({error}): perhaps other code wrote to a descriptor of gradsync"
@@ -175,36 +202,3 @@ def read_report(message: bytes, file: int) -> ReturnValue | ErrorReport:
 def _reading(file: int) -> BufferedReader:
     """Opens a result file again, from its beginning; the rank and the launcher share the position of `file`."""
     return open(f"/proc/self/fd/{file}", "rb")
-
-
-# -- Records in JSON ---------------------------------------------------------------------------------------------------
-
-
-def to_json(record: Any) -> bytes:
-    """Returns a NamedTuple as a JSON object."""
-    import json
-
-    return json.dumps(record._asdict(), separators=(",", ":")).encode()
-
-
-def from_json(kind: type[_Record], data: bytes) -> _Record:
-    """Makes a NamedTuple from a JSON object with the same attributes.
-
-    Raises:
-        ValueError: the data is not a JSON object, or its attributes differ from those of `kind` in name or type.
-    """
-    import json
-    from typing import get_type_hints
-
-    try:
-        value = json.loads(data)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    types = get_type_hints(kind)
-    if not isinstance(value, dict) or value.keys() != types.keys():
-        raise ValueError(f"needs to be an object with the attributes {sorted(types)}")
-    for name, attribute in value.items():
-        # isinstance(True, int) is true, but this function does not accept a bool as a number.
-        if not isinstance(attribute, types[name]) or (isinstance(attribute, bool) and types[name] is not bool):
-            raise ValueError(f"{name} needs to be {types[name]}, got {type(attribute).__name__}")
-    return kind(**value)
