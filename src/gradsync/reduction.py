@@ -167,15 +167,6 @@ def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return _FLOAT32 if dtype.name in _HALF_PRECISION else dtype
 
 
-@lru_cache(maxsize=64)
-def product_dtype(first: np.dtype[Any], second: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype in which gradsync multiplies floating values of dtype `first` into an array of dtype `second`.
-
-    The dtype is float32 or wider.
-    """
-    return np.promote_types(accumulation_dtype(first), accumulation_dtype(second))
-
-
 Reduce = Callable[[Sequence[Array], Array], None]
 
 
@@ -267,25 +258,6 @@ def _division(dtype: np.dtype[Any], count: int) -> tuple[Callable[..., Any], Arr
     operand = np.array(1.0 / count if by_multiplication else count, dtype)
     operand.flags.writeable = False
     return np.multiply if by_multiplication else np.divide, operand
-
-
-def part_pairs(source: Any, out: Any) -> list[tuple[Any, Any]]:
-    """Returns views of the real and imaginary parts, as pairs of a part of `source` and the same part of `out`.
-
-    If both arrays are contiguous, one pair has all parts. If both arrays are real, the only pair is (source, out).
-
-    gradsync multiplies real and imaginary parts separately, because NumPy's product of a complex number and infinity
-    contains NaN.
-
-    Args:
-        source, out: arrays of the same shape, which are both complex or both real.
-    """
-    part, out_part = part_dtype(source.dtype), part_dtype(out.dtype)
-    if part is source.dtype:
-        return [(source, out)]
-    if source.flags.c_contiguous and out.flags.c_contiguous:
-        return [(source.reshape(-1).view(part), out.reshape(-1).view(out_part))]
-    return [(source.real, out.real), (source.imag, out.imag)]
 
 
 @lru_cache(maxsize=64)

@@ -69,7 +69,7 @@ def test_small_and_large_arrays_have_one_norm_and_are_clipped_alike(dtype: str) 
     assert sync.norm == pytest.approx(wanted, rel=1e-6)
     for future, each in zip(futures, given, strict=True):
         one = each.copy()
-        ArrayKind().multiply(one, clip_factor(sync.norm, 1.0), one)
+        ArrayKind().multiply_in_place([one], clip_factor(sync.norm, 1.0))
         np.testing.assert_array_equal(future.result(), one)
 
 

@@ -80,12 +80,8 @@ class ArrayKind:
         with np.errstate(all="ignore"):  # all ranks have the same infinities
             divide_into(flat, count, flat)
 
-    def multiply(self, source: Any, factor: float, out: Any) -> None:
-        """Writes source * factor to `out`, on a GPU on the current stream; see host_values.multiply."""
-        host_values.multiply(source, factor, out)
-
     def multiply_in_place(self, natives: Any, factor: float) -> None:
-        """Multiplies each floating or complex array of a list by the factor, in place; see `multiply`."""
+        """Multiplies arrays by a factor, on a GPU on the current stream; see host_values.multiply_in_place."""
         host_values.multiply_in_place(natives, factor)
 
     def all_finite(self, flat: Any) -> Any:

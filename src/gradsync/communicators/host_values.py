@@ -1,8 +1,8 @@
 """Arithmetic on the values of arrays: functions that scale them, check for NaN and infinity, and sum the squares.
 
-`multiply` and `multiply_quietly` work for CuPy arrays too. The other functions are for host arrays; the functions for a
-GPU are in nccl/device_arrays.py. all_finite and sum_of_squares may read a value more than once. So they work on pieces
-that fit into a core's cache, and each piece is loaded from main memory only once.
+multiply_in_place works for CuPy arrays too. The other functions are for host arrays; the functions for a GPU are in
+nccl/device_arrays.py. all_finite and sum_of_squares may read a value more than once. So they work on pieces that fit
+into a core's cache, and each piece is loaded from main memory only once.
 
 A backend can check values during the reduction, while they are in the cache; see Checks. NonFiniteFinder finds the
 ranks that contribute NaN or infinity. If a sum is finite, all its summands are finite. So nearly always the backend
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradsync.reduction import Array, accumulation_dtype, dtype_name, part_dtype, part_pairs, product_dtype
+from gradsync.reduction import Array, accumulation_dtype, dtype_name, part_dtype
 
 # Half a megabyte of float32. For one piece NumPy has a fixed cost of about 1 us, and reads the piece in about 25 us.
 _PIECE_ELEMENTS = 2**17
@@ -42,48 +42,36 @@ _INFINITY_BITS = {"float16": 0x7C00, "bfloat16": 0x7F80}
 _SIGN_BIT = 0x8000
 
 
-def multiply(source: Any, factor: float, out: Any, xp: Any = np) -> None:
-    """Writes source * factor to `out`; both arrays are floating or complex.
+def multiply_in_place(arrays: Sequence[Any], factor: float, xp: Any = np) -> None:
+    """Multiplies floating and complex arrays of any layout in place.
 
-    The product is computed in the wider of the two dtypes, but at least in float32, and rounded once. There is one
-    exception: a float64 product for an `out` of half precision may first be rounded to float32. The real and imaginary
-    parts of complex numbers are scaled separately. Overflow gives infinity without a warning. A GPU treats subnormal
-    float32 numbers as 0, because of CuPy's compiler flags.
+    Products of half precision are computed in float32 and rounded once. Real and imaginary parts are multiplied
+    separately, because the product of a complex number and infinity contains NaN. Overflow gives infinity without a
+    warning. A GPU treats subnormal float32 numbers as 0, because of CuPy's compiler flags.
 
     Args:
-        source: a native array of any shape and layout.
-        factor: the factor; with 1.0 the elements are only copied, and may have any dtype.
-        out: an array of the same shape and any layout, in host or device memory like `source`: `source` itself, or an
-            array that shares no memory with it. The dtypes may differ, but must both be real or both complex.
+        arrays: the arrays, all of NumPy or all of CuPy.
+        factor: the factor.
         xp: the module of the arrays: numpy or cupy.
     """
     with np.errstate(all="ignore"):  # other code checks the values for overflow; the factor itself may overflow
-        multiply_quietly(source, factor, out, xp)
-
-
-def multiply_quietly(source: Any, factor: float, out: Any, xp: Any = np) -> None:
-    """Does the same as `multiply`, but can warn of overflow. Call it only within np.errstate(all="ignore")."""
-    if factor == 1.0:
-        if out is not source:
-            xp.copyto(out, source, casting="unsafe")
-        return
-    for values, target in part_pairs(source, out):
-        wide = product_dtype(values.dtype, target.dtype)
-        xp.multiply(values, wide.type(factor), out=target, dtype=wide, casting="unsafe")
-
-
-def multiply_in_place(arrays: Sequence[Array], factor: float) -> None:
-    """Multiplies arrays in place; for many small arrays several times as fast as a `multiply` call for each array."""
-    factors: dict[np.dtype[Any], Any] = {}  # by dtype, for dtypes whose products are computed in the dtype itself
-    with np.errstate(all="ignore"):
+        factors = {dtype: dtype.type(factor) for dtype in _MULTIPLIED_AS_THEY_ARE}
         for array in arrays:
-            scale = factors.get(array.dtype)
-            if scale is not None:
-                np.multiply(array, scale, array)
+            own = factors.get(array.dtype)
+            if own is not None:
+                xp.multiply(array, own, array)
                 continue
-            multiply(array, factor, array)
-            if array.dtype in _MULTIPLIED_AS_THEY_ARE:
-                factors[array.dtype] = array.dtype.type(factor)
+            for part in _real_parts(array):
+                wide = accumulation_dtype(part.dtype)
+                xp.multiply(part, wide.type(factor), out=part, dtype=wide, casting="unsafe")
+
+
+def _real_parts(array: Any) -> list[Any]:
+    """Returns views of the real and imaginary parts of a complex array; of a real array, the array itself."""
+    part = part_dtype(array.dtype)
+    if part is array.dtype:
+        return [array]
+    return [array.reshape(-1).view(part)] if array.flags.c_contiguous else [array.real, array.imag]
 
 
 def all_finite(flat: Array) -> bool:

@@ -31,7 +31,7 @@ from gradsync.communicators.host_arrays import (
 from gradsync.communicators.nccl.kernels import THREADS_PER_BLOCK, VALUE_SOURCE, blocks_for
 from gradsync.communicators.nccl.launch import await_results_in
 from gradsync.errors import InvalidArgument, UnsupportedDtype
-from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, dtype_name, part_dtype, product_dtype
+from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, accumulation_dtype, dtype_name, part_dtype
 
 _DLPACK_CUDA = 2
 _DLPACK_CUDA_MANAGED = 13
@@ -144,22 +144,16 @@ class DeviceArrays(ArrayKind):
     def divide(self, flat: Any, count: float) -> None:
         """See ArrayKind. Divides half-precision values in float32, which represents every world size exactly."""
         parts = flat.view(part_dtype(flat.dtype))
-        wide = product_dtype(parts.dtype, parts.dtype)
+        wide = accumulation_dtype(parts.dtype)
         with cupy.cuda.Device(self._device_id):
             cupy.divide(parts, wide.type(count), out=parts, dtype=wide, casting="unsafe")
 
-    def multiply(self, source: Any, factor: float, out: Any) -> None:
-        """See ArrayKind. Multiplies host arrays on the CPU; for device arrays, one kernel multiplies and converts."""
-        if isinstance(source, np.ndarray):
-            super().multiply(source, factor, out)
-            return
-        with cupy.cuda.Device(self._device_id):
-            host_values.multiply(source, factor, out, cupy)
-
     def multiply_in_place(self, natives: Any, factor: float) -> None:
-        """See ArrayKind."""
-        for native in natives:
-            self.multiply(native, factor, native)
+        """See ArrayKind. Multiplies host arrays on the CPU."""
+        super().multiply_in_place([native for native in natives if isinstance(native, np.ndarray)], factor)
+        with cupy.cuda.Device(self._device_id):
+            on_device = [native for native in natives if not isinstance(native, np.ndarray)]
+            host_values.multiply_in_place(on_device, factor, cupy)
 
     def all_finite(self, flat: Any) -> Any:
         """See ArrayKind."""

@@ -211,7 +211,7 @@ class NcclBackend(Backend):
             shift = 0 if dtype_name(source.dtype) == "bfloat16" else (self.world_size - 1).bit_length()
             if shift:
                 scaled = target if has_room else cupy.empty_like(source)
-                self.arrays.multiply(source, 2.0**-shift, scaled)
+                cupy.multiply(source, source.dtype.type(2.0**-shift), scaled)
                 source = scaled
             reduce(source, target, ReduceOp.SUM)
             self.arrays.divide(target, self.world_size / 2.0**shift)
