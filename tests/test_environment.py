@@ -177,13 +177,14 @@ def test_slurm_tells_where_to_meet():
     here |= {"SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
     assert master(here) == (None, None, "slurm-4711.0.0")
     assert master(here | {"SLURM_RESTART_COUNT": "3"}) == (None, None, "slurm-4711.0.3")
-    assert master(here | {"MASTER_ADDR": "n", "MASTER_PORT": "9"}) == ("n", 9, None)
+    assert master(here | {"MASTER_ADDR": "n", "MASTER_PORT": "9"}) == ("127.0.0.1", 9, None)
     assert master(here | {"GRADSYNC_ADDRESS": "n:9"}) == (None, None, None)
     several = SLURM | {"SLURM_JOB_ID": "4711", "SLURM_STEP_NODELIST": "gpu[07-09]", "SLURM_JOB_NODELIST": "gpu[01-09]"}
     host, port, name = master(several)
     assert (host, name) == ("gpu07", None)
     assert 15_000 <= port < 30_000
     assert master(several | {"MASTER_ADDR": "n"}) == ("n", port, None)
+    assert master(several | {"MASTER_ADDR": "n", "MASTER_PORT": "9"}) == ("n", 9, None)
     assert master(several | {"MASTER_PORT": "9"}) == ("gpu07", 9, None)
     assert master(several | {"SLURM_STEP_ID": "1"})[1] != port
     assert master(several | {"SLURM_PROCID": "6", "SLURM_LOCALID": "2"})[:2] == (host, port)

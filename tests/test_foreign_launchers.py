@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -155,6 +156,38 @@ def test_by_hand(script: str, variables: dict[str, str]) -> None:
     port = gs.free_port()  # and the one beside it, where the ranks meet, is not one that the kernel hands out either
     check(ranks_by_hand(script, variables, by_hand(0, port), by_hand(1, port)))
     assert nothing_is_left(variables["XDG_RUNTIME_DIR"])
+
+
+ON_ONE_MACHINE = {  # {} is the rank
+    "torchrun": "RANK={} WORLD_SIZE=2 LOCAL_RANK={} LOCAL_WORLD_SIZE=2",
+    "Open MPI": "OMPI_COMM_WORLD_RANK={} OMPI_COMM_WORLD_SIZE=2 "
+    "OMPI_COMM_WORLD_LOCAL_RANK={} OMPI_COMM_WORLD_LOCAL_SIZE=2",
+    "PMI": "PMI_RANK={} PMI_SIZE=2 MPI_LOCALRANKID={} MPI_LOCALNRANKS=2",
+    "Slurm": "SLURM_STEP_ID=3 SLURM_PROCID={} SLURM_NTASKS=2 SLURM_LOCALID={} SLURM_STEP_TASKS_PER_NODE=2",
+}
+
+
+@pytest.mark.parametrize("launcher", ON_ONE_MACHINE)
+def test_ranks_that_are_all_here_meet_here(script: str, variables: dict[str, str], launcher: str) -> None:
+    """MASTER_ADDR is the machine's own name under torchrun: on Debian 127.0.1.1, in a container its outer address."""
+    port = gs.free_port()
+    for address in (socket.gethostname(), "127.0.1.1", "192.0.2.1", "the-name.of-a-container.invalid"):
+        master = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        ranks = [
+            master | dict(word.split("=") for word in ON_ONE_MACHINE[launcher].replace("{}", str(rank)).split())
+            for rank in range(2)
+        ]
+        check(ranks_by_hand(script, {**variables, "GRADSYNC_BACKEND": "shm"}, *ranks))
+    assert nothing_is_left(variables["XDG_RUNTIME_DIR"])
+
+
+def test_ranks_that_may_be_elsewhere_need_a_secret(script: str, variables: dict[str, str]) -> None:
+    """By hand without LOCAL_WORLD_SIZE, or with fewer ranks here than in all."""
+    for fewer in ({}, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}):
+        rank = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500", **fewer}
+        ((code, _, error),) = ranks_by_hand(script, {**variables, "GRADSYNC_BACKEND": "shm"}, rank)
+        assert code == 1
+        assert "AuthenticationError: rank 1/2: a run across hosts needs a secret" in error
 
 
 @pytest.mark.parametrize("names", [("MASTER_ADDR", "MASTER_PORT"), ("GRADSYNC_ADDRESS",)], ids=["MASTER", "GRADSYNC"])

@@ -26,6 +26,7 @@ from gradsync.removed import REMOVED, refuse_removed
 
 HOW_TO_MAKE_A_SECRET_FILE = "(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > gradsync.secret)"
 _PREFIX = "GRADSYNC_"
+_THIS_MACHINE = "127.0.0.1"
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _MAX_RECORDER_ENTRIES = 1_000_000
 _MIN_SECRET_BYTES = 16
@@ -461,8 +462,9 @@ class RankEnvironment(NamedTuple):
         address: the address of the rendezvous server, as host:port, or None.
         secret: the secret of the run, or None. repr() never shows it.
         hosted: whether a server of gradsync's launcher or of `gradsync serve` runs at `address`.
-        master_addr: the value of MASTER_ADDR. If neither MASTER_ADDR nor GRADSYNC_ADDRESS is set: in a Slurm step on
-            several hosts, the step's first host. Otherwise None.
+        master_addr: the value of MASTER_ADDR; the loopback address instead, if the launcher says that all ranks are on
+            this machine. If neither MASTER_ADDR nor GRADSYNC_ADDRESS is set: in a Slurm step on several hosts, the
+            step's first host. Otherwise None.
         master_port: the value of MASTER_PORT. If neither MASTER_PORT nor GRADSYNC_ADDRESS is set: in a Slurm step on
             several hosts, a port that is computed from the name of the step. Otherwise None. The rendezvous server does
             not use this port, but the port next to it.
@@ -614,10 +616,14 @@ def _complete(environ: MutableMapping[str, str], place: _Place) -> RankEnvironme
     """Adds the addresses, the secret and the other values of the rank environment to a process's rank."""
     address = ADDRESS.read(environ)
     master_addr, master_port, run_name = value_of(environ, "MASTER_ADDR"), read_master_port(environ), None
-    if place.world_size > 1 and not address and not (master_addr and master_port):
-        if place.local_world_size == place.world_size:
+    if place.world_size > 1 and not address:
+        are_all_here = place.local_world_size == place.world_size
+        if master_addr and master_port:
+            # The address may be the machine's own name or address, e.g. under torchrun: nobody else needs to reach it.
+            master_addr = _THIS_MACHINE if are_all_here else master_addr
+        elif are_all_here:
             run_name = _name_run(environ, place.source)
-        elif place.source == "Slurm":
+        elif place.source == SLURM:
             master_addr, master_port = master_addr or _first_host(environ), master_port or _step_port(environ)
     return RankEnvironment(
         rank=place.rank,

@@ -6,6 +6,7 @@
 | any, beside `gradsync serve` | that server: GRADSYNC_ADDRESS, with GRADSYNC_HOSTED=1 | GRADSYNC_SECRET_FILE |
 | any, with GRADSYNC_ADDRESS | rank 0, at that address | GRADSYNC_SECRET_FILE; on loopback also rank 0's file |
 | torchrun, or by hand | rank 0, at MASTER_ADDR and a port next to MASTER_PORT | as in the row above |
+| any, with MASTER_ADDR, on one machine | likewise, but at 127.0.0.1 | GRADSYNC_SECRET_FILE, or rank 0's file |
 | mpiexec or srun, on one machine | rank 0, at a free port, in its file | GRADSYNC_SECRET_FILE, or rank 0's file |
 | srun, on several machines | rank 0, at the step's first host; port by the step's number | GRADSYNC_SECRET_FILE |
 | mpiexec or srun, with mpi4py | rank 0, at a free port; it sends the address over MPI | sent over MPI |
