@@ -258,7 +258,7 @@ refused.wait(60)
 """
 
 
-def test_the_exit_code_of_a_program_whose_last_callback_was_refused() -> None:
+def test_a_program_whose_last_callback_was_refused_logs_it() -> None:
     done = subprocess.run([sys.executable, "-c", LAST_CALLBACK], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1, done
+    assert done.returncode == 0, done
     assert "error: rank 0/1: barrier in a done-callback" in done.stderr.splitlines()[-1]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
@@ -24,7 +26,7 @@ from gradsync.arguments import (
 )
 from gradsync.backend_choice import agree_on_backend, choose_before_joining, connect
 from gradsync.backends import BACKENDS, TABLE, unknown_backend
-from gradsync.bucketing import fail_at_exit, raise_forgotten, report_forgotten_at_exit
+from gradsync.bucketing import take_forgotten
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.groups import NonMember
 from gradsync.communicators.lifetime import culprit_of
@@ -70,6 +72,8 @@ from gradsync.futures import raise_refused
 if TYPE_CHECKING:  # not imported at run time: a world of one rank does not need it, and should start fast
     from gradsync.rendezvous.client import RendezvousClient
     from gradsync.rendezvous.hosting import JoinedRendezvous
+
+_log = logging.getLogger("gradsync")
 
 _FOREIGN = {
     "timeout": "collective_timeout_seconds=... for collectives, or timeout_seconds=... for joining the other ranks",
@@ -204,8 +208,9 @@ def destroy_process_group() -> None:
 
     Raises:
         InvalidArgument: some gradients were never reduced, because the program did not end the backward pass with
-            flush() or `with callback.backward()`. Or a done-callback called a collective, and no earlier call has
-            raised the error of the done-callback. In both cases, this rank has left the process group.
+            flush() or `with callback.backward()`, and no exception is on its way. Or a done-callback called a
+            collective, and no earlier call has raised the error of the done-callback. In both cases, this rank has left
+            the process group.
         RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a collective on the GPU has failed, and no earlier call
             has raised this error.
     """
@@ -225,7 +230,9 @@ def destroy_process_group() -> None:
         _leave()
         if communicator is not None:
             trace.end(communicator.rank, communicator.world_size)
-    raise_forgotten()
+    forgotten = take_forgotten()
+    if forgotten and sys.exc_info()[1] is None:  # an exception on its way explains why gradients were not reduced
+        raise InvalidArgument(forgotten[0])
     raise_refused()
 
 
@@ -496,11 +503,14 @@ def _leave() -> None:
 def _leave_at_exit() -> None:
     """Leaves the process group at interpreter exit, and reports an uncaught exception to the other ranks."""
     try:
-        report_forgotten_at_exit()
+        forgotten = take_forgotten()
+        if uncaught_error() is None:
+            for text in forgotten:
+                _log.error("error: %s", text)
         try:
             _destroy_because_of(uncaught_error())
         except InvalidArgument as error:  # a done-callback has called a collective
-            fail_at_exit(str(error))
+            _log.error("error: %s", error)
     finally:
         job_has_failed = has_job_failed()
         if job_has_failed:

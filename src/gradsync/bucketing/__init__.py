@@ -9,6 +9,6 @@ read-only), `agreements` (the ranks compare their gradients), `values` (NaN, the
 gradients at once.
 """
 
-from gradsync.bucketing.forgotten import fail_at_exit, raise_forgotten, report_forgotten_at_exit
+from gradsync.bucketing.forgotten import take_forgotten
 
-__all__ = ["fail_at_exit", "raise_forgotten", "report_forgotten_at_exit"]
+__all__ = ["take_forgotten"]

@@ -641,8 +641,8 @@ class Step:
                 for end in self._ends.values():
                     end.disown(error)
 
-    def forgotten(self) -> tuple[str, Communicator] | None:
-        """Returns the error text for gradients that wait for a flush, and their communicator; None if there are none.
+    def forgotten(self) -> str | None:
+        """Returns the error text for gradients that wait for a flush; None if there are none.
 
         The result is also None if a failure ended the communicator, because this failure explains why gradients were
         not reduced.
@@ -658,8 +658,7 @@ class Step:
             what = "the gradients of all parameters were handed over, and their step has not ended"
         else:
             return None
-        text = f"{communicator.label}: {what}: end each backward pass with flush() or `with callback.backward()`"
-        return text, communicator
+        return f"{communicator.label}: {what}: end each backward pass with flush() or `with callback.backward()`"
 
     def _of_step(self) -> list[GradientEntry]:
         """Returns the gradients of this step, by position."""

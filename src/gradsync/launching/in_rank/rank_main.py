@@ -79,10 +79,6 @@ def _run(record: int, descriptors: GuardDescriptors) -> NoReturn:
         _runs_function = start["kind"] == "function"
         result = _RUNNERS[start["kind"]](start)
         if _runs_function and os.getpid() == process_id:
-            if (forgotten := sys.modules.get("gradsync.bucketing.forgotten")) is not None:
-                forgotten.raise_forgotten(everywhere=True)
-            if (ends := sys.modules.get("gradsync.futures")) is not None:
-                ends.raise_refused()
             send_result(result, descriptors.report, descriptors.result_file)
     except SystemExit as error:
         if error.code not in (None, 0):
