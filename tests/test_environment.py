@@ -401,7 +401,7 @@ def test_a_rank_that_looks_for_removed_variables_opens_no_secret_file(monkeypatc
     monkeypatch.setattr(environment, "read_secret_file", lambda path: pytest.fail("opened"))
     environment.check_removed_variables({"GRADSYNC_SECRET_FILE": str(tmp_path / "secret")})
     environment.check_variables({"GRADSYNC_SECRET_FILE": str(tmp_path / "secret")})
-    monkeypatch.setitem(environment.REMOVED["variables"], "GRADSYNC_OLD", "use the new one")
+    monkeypatch.setitem(environment.REMOVED["gradsync (variables)"], "GRADSYNC_OLD", "use the new one")
     environment.check_variables({"GRADSYNC_OLD": ""})
     with pytest.raises(InvalidArgument, match="no GRADSYNC_OLD any more .*: use the new one"):
         environment.check_variables({"GRADSYNC_OLD": "1"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -136,3 +137,11 @@ def test_a_file_system_that_hangs_costs_no_more_than_the_lines(tmp_path: Path, m
     pipe.write_text("lets it go on")
     hung.join(30)
     assert not hung.is_alive()
+
+
+def test_what_called_the_users_code_is_left_out(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from gradsync.diagnostics.stacks import stack_report\nprint(stack_report())\n")
+    command = [sys.executable, "-m", "gradsync", "run", "-n", "1", str(script)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert told == f"MainThread, innermost call first:\n  {script}:2 in <module>\n    print(stack_report())\n"

@@ -156,6 +156,23 @@ def test_a_second_process_group_adds_to_the_trace(tmp_path: Path) -> None:
     ]
 
 
+def test_of_a_long_run_the_last_steps_are_kept_with_all_their_collectives(tmp_path: Path) -> None:
+    code = """if True:
+        import numpy as np, gradsync as gs
+        from gradsync.diagnostics import recorder
+        recorder._TRACED_ENTRIES = 64
+        with gs.init_process_group("local"):
+            sync = gs.AllreduceCallback("sum")
+            for _ in range(100):
+                with sync.backward():
+                    sync("w", np.ones(3))
+    """
+    environ = os.environ | {"GRADSYNC_TRACE": str(tmp_path / "traced")}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert re.match(r"gradsync: 3[01] steps of rank 0 after the first", done.stderr)  # each has a bucket and a flush
+    assert len(names(events_of(tmp_path / "traced/rank-0.json"), "collective")) == 64
+
+
 def test_files_of_an_earlier_run_are_not_taken_for_those_of_this_one(tmp_path: Path) -> None:
     for rank in range(3):
         (tmp_path / f"rank-{rank}.json").write_text("of an earlier run")

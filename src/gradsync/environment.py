@@ -258,10 +258,10 @@ def refused_variables(
         environ: the environment variables.
         variables: the variables whose values the function checks.
     """
-    for name in REMOVED["variables"].keys() - set(VARIABLES):
+    for name in REMOVED["gradsync (variables)"].keys() - set(VARIABLES):
         try:
             if value_of(environ, name) is not None:
-                refuse_removed("variables", name)
+                refuse_removed("gradsync (variables)", name)
         except InvalidArgument as error:
             yield name, error
     for variable in variables:
@@ -273,7 +273,7 @@ def refused_variables(
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
     """Returns the unknown variables that begin with GRADSYNC_, each with the name that was probably meant, or None."""
-    known = {*VARIABLES, *REMOVED["variables"]}
+    known = {*VARIABLES, *REMOVED["gradsync (variables)"]}
     found = sorted(n for n in environ if n.startswith(_PREFIX) and n not in known and not n.startswith(_OF_TESTS))
     return {name: _nearest_variable(name) for name in found}
 

@@ -48,7 +48,7 @@ REMOVED: dict[str, dict[str, str]] = {
         "--node-address": "leave it out: only the address of node 0 matters, and that is in --rendezvous",
         "--dump-dir": _REPORT,
     },
-    "variables": {
+    "gradsync (variables)": {
         "GRADSYNC_STATE_DIR": "choose a directory yourself, and pass it to your script",
         "GRADSYNC_DUMP_DIR": _REPORT,
         "GRADSYNC_START": "unset it",
