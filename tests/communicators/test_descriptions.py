@@ -52,17 +52,6 @@ def test_an_absent_array_is_named() -> None:
     assert "first difference, line 1:\n    rank 0: ['w']: float32[3]\n    rank 1: ['w']: None" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("of_rank_0", "of_rank_1"), [(["a", "b"], ["a"]), (["b"], ["a"])], ids=["one more is missing", "another is missing"]
-)
-def test_what_is_missing_at_the_end_of_a_step_is_named(of_rank_0: list[str], of_rank_1: list[str]) -> None:
-    ends = [
-        Description("flush (mean)", tuple(f"{name}: no gradient" for name in missing), options="mean")
-        for missing in (of_rank_0, of_rank_1)
-    ]
-    assert "\n  b is missing here on rank 0: hand over the same gradients" in str(error_of(*ends))
-
-
 class Store:
     """The part of a RendezvousClient that ranks use to exchange descriptions; rank 1 publishes none."""
 

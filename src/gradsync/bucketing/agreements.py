@@ -25,7 +25,7 @@ from typing import NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
 
 from gradsync.bucketing.plan import Bucket, list_of_names
-from gradsync.communicators.agreement import NO_GRADIENT, Agreement, Description, digest_of
+from gradsync.communicators.agreement import Agreement, Description, digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import get_world
 from gradsync.diagnostics import names_text
@@ -43,7 +43,7 @@ class StepEvents:
         threshold_bytes: the option, which may differ between ranks as long as their buckets are equal.
     """
 
-    def __init__(self, op: ReduceOp, settings: Mapping[str, str], threshold_bytes: object = None) -> None:
+    def __init__(self, op: ReduceOp, settings: Mapping[str, str], threshold_bytes: object) -> None:
         self._reduce_op = op
         self._threshold_bytes = threshold_bytes
         self._callback: KnownCallback | None = None
@@ -54,6 +54,8 @@ class StepEvents:
     def change_settings(self, settings: Mapping[str, str]) -> None:
         """Changes the settings of later events; call it between steps."""
         self._op = ", ".join([self._reduce_op.value, *[f"{name} {each}".rstrip() for name, each in settings.items()]])
+        size = "" if self._threshold_bytes is None else f", threshold_bytes {self._threshold_bytes}"
+        self._shown_options = self._op + size
         self._known: list[tuple[Bucket | Flush, Agreement]] = []  # the events of the last step
 
     def change_callback(self, callback: KnownCallback | None) -> None:
@@ -94,10 +96,9 @@ class StepEvents:
 
     def _make(self, event: Bucket | Flush, index: int) -> Agreement:
         content = event.specs if isinstance(event, Bucket) else tuple(event)
-        size = "" if self._threshold_bytes is None else f", threshold_bytes {self._threshold_bytes}"
         agreement = Agreement(
             digest_of("gradients", index, self._op, content),
-            partial(_describe, event, self._op, self._op + size),
+            partial(_describe, event, self._op, self._shown_options),
             index,
             partial(_summarise, event, self._op),
         )
@@ -119,8 +120,7 @@ class Flush(NamedTuple):
 def _describe(event: Bucket | Flush, op: str, options: str) -> Description:
     if isinstance(event, Flush):
         without = f", without a gradient for {list_of_names(event.missing)}" if event.missing else ""
-        what = f"flush ({op}) after {_count(event.gradients, 'gradient')}{without}"
-        return Description(what, tuple([f"{name}: {NO_GRADIENT}" for name in event.missing]), options=options)
+        return Description(f"flush ({op}) after {_count(event.gradients, 'gradient')}{without}", options=options)
     lines = tuple(map(str, event.specs))
     what = f"all_reduce ({op}) of a bucket of {_count(len(lines), 'gradient')}, {event.size_bytes} bytes"
     return Description(what, lines, options=options)

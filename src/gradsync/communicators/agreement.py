@@ -24,9 +24,6 @@ try:
 except ImportError:
     from hashlib import blake2b
 
-#: In place of an array in `lines` of a Description: this rank has no gradient for the parameter.
-NO_GRADIENT = "no gradient"
-
 #: This value in a shape replaces a number of rows that may differ between ranks.
 ROWS = "rows"
 
@@ -311,16 +308,14 @@ def _remedy_for_lines(descriptions: Mapping[int, Description], same: str) -> str
         # Parameters without a name are known by their number: one that is missing changes the numbers of all others.
         return f"the numbers of gradients differ: {_by_value(counts)}: {same}"
     for name in names:
-        values = {
-            rank: arrays[name] for rank, arrays in by_rank.items() if arrays.get(name, NO_GRADIENT) != NO_GRADIENT
-        }
+        values = {rank: arrays[name] for rank, arrays in by_rank.items() if name in arrays}
         if len(set(values.values())) > 1:
             return f"{name} differs: {_by_value(values)}: pass arrays of the same shape and dtype on all ranks"
-    known_to_miss = [(name, [rank for rank in by_rank if by_rank[rank].get(name) == NO_GRADIENT]) for name in names]
-    not_here = [(name, [rank for rank in by_rank if name not in by_rank[rank]]) for name in names]
-    for name, ranks in known_to_miss + not_here:
-        if 0 < len(ranks) < len(by_rank):
-            return f"{name} is missing here on {name_ranks(ranks)}: {same}"
+    if not all(by_rank.values()):  # a rank ends its step, and its headline says what it lacks
+        return same
+    for name in names:
+        if absent := [rank for rank, arrays in by_rank.items() if name not in arrays]:
+            return f"{name} is missing here on {name_ranks(absent)}: {same}"
     if len({tuple(arrays) for arrays in by_rank.values()}) > 1:
         return "the order differs: hand over gradients in the same order on all ranks, or pass parameters=..."
     return same
