@@ -14,7 +14,6 @@ from typing import Any
 from comparison_tables import comparison, knobs, lists, thresholds
 from failure_tables import detection, detection_at_a_glance, fault_matrix, kills, model_check, restarts, simulation
 from timing_tables import (
-    nccl_host_cost,
     over_mpi,
     partition,
     rendezvous_scale,
@@ -34,7 +33,6 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "training_speed": training_speed,
     "start_up": start_up,
     "beside_mpi4py": over_mpi,
-    "nccl_host_cost": nccl_host_cost,
     "rendezvous_scale": rendezvous_scale,
     "failure_detection": detection,
     "failure_detection.at_a_glance": detection_at_a_glance,
@@ -76,7 +74,6 @@ METHODS = {
     ),
     "start_up": ("", ""),
     "beside_mpi4py": ("two ranks of MPICH", f"{_MEDIANS}. `make bench-mpi` makes the table"),
-    "nccl_host_cost": ("", "`python benchmarks/nccl_host_cost.py --old FOLDER` makes the table"),
     "network_partition": ("two network namespaces", "`python benchmarks/network_partition.py` makes the table"),
     "rendezvous_scale": (
         "simulated ranks",

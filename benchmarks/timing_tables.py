@@ -29,17 +29,6 @@ def over_mpi(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def nccl_host_cost(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of the table of what a call over NCCL costs the host, in both editions."""
-    lines = ["| the program | clock | 0.1 | 0.2 |", "| --- | --- | --- | --- |"]
-    clocks = {"seconds": "wall", "cpu_seconds": "processor"}
-    cases = {"idle": "waits for each call", "flat out": "does not wait"}
-    for row in results["rows"]:
-        old, new = (f"{1e6 * row['step_seconds'][name]:.0f} us" for name in ("old", "new"))
-        lines.append(f"| {cases[row['case']]} | {clocks[row['clock']]} | {old} | {new} |")
-    return lines
-
-
 def training_speed(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table with a line for each network and a column for each way to share the cores."""
     by_model: dict[str, list[dict[str, Any]]] = {}

@@ -732,8 +732,8 @@ class Program:
             body = event.lines(rank, self)
             if survives:
                 note = f"note('caught {event.number}', True)"
-                body = ["try:", *indented(body), "except gs.PlanMismatch as error:"]
-                body += indented(["if error.broken:", "    raise", note])
+                body = ["try:", *indented(body), "except gs.PlanMismatch:"]
+                body += indented([note])
             lines += body
         return lines
 

@@ -75,7 +75,6 @@ def disagree(comm: Any, kit_name: str) -> list[str]:
         mine = {name: kit.put(array) for name, array in values.items()}
         error = expect(gs.PlanMismatch, partial(gs.check_consistency, mine), text)
         assert sorted(error.descriptions) == list(range(comm.world_size))
-        assert not error.broken
         told.append(str(error).partition(":")[2])
     fewer = [kit.put(np.ones(3))] * (comm.rank + 1)
     error = expect(gs.PlanMismatch, lambda: gs.check_consistency(fewer), "'#1' is missing on some ranks")

@@ -409,6 +409,12 @@ def test_debug_as_text_is_refused() -> None:
         gs.init_process_group("local", debug="no")  # type: ignore[arg-type]
 
 
+def test_a_word_in_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADSYNC_DEBUG", "yes")
+    with pytest.raises(gs.InvalidArgument, match="GRADSYNC_DEBUG"):
+        gs.init_process_group("local")
+
+
 def test_ranks_that_differ_in_debug_are_refused(tmp_path: Path) -> None:
     script = "import os, gradsync as gs\ngs.init_process_group('shm', debug=os.environ['RANK'] == '1')"
     (_, first), (_, second) = [p.communicate(timeout=60) for p in start_plain_ranks(tmp_path, 2, script=script)]

@@ -257,10 +257,7 @@ def connect(backend: str, client: RendezvousClient | None, settings: WorldSettin
         BackendUnavailable, NcclError, MpiError, RendezvousTimeout, CollectiveTimeout, RankFailed: the ranks could not
             connect.
     """
-    communicator = Communicator(load(backend).connect(client, settings, group))
-    if settings.debug:
-        communicator._use_debug_mode()
-    return communicator
+    return Communicator(load(backend).connect(client, settings, group))
 
 
 def _log_choice(place: RankEnvironment, chosen: str, reason: str) -> None:

@@ -82,25 +82,19 @@ class PlanMismatch(GradsyncError, RuntimeError):
     """The ranks disagree on the next collective, or two ranks disagree on a message between them.
 
     gs.check_consistency() also raises this error, for arrays that differ. Every rank of the collective, or of the
-    message, raises this error. gradsync has moved no data of this collective, and the communicator stays usable. NCCL
-    is an exception: if ranks repeat a sequence of collectives, and then one rank calls a different collective, the
-    ranks may detect the mismatch only after data has moved. Then the communicator is broken.
+    message, raises this error. gradsync has moved no data of this collective, and the communicator stays usable.
 
     Attributes:
         index: the position in its step, from 0, of the event in which the ranks differ. An event is a bucket or the end
             of the step. None for other collectives, or if the position is not known.
         descriptions: a description of each rank's collective in words, by rank.
         places: the line of code that called the collective, by rank, such as "train.py:41 in step". For an asynchronous
-            collective, the place is the line that submitted the collective. If a rank had continued before gradsync
-            detected the mismatch, the place is the current line of this rank.
-        broken: whether the communicator is broken. If True, no later collective can use the communicator, and the
-            gradients of this step are undefined.
+            collective, the place is the line that submitted the collective.
     """
 
     index: int | None = None
     descriptions: Mapping[int, str] = {}
     places: Mapping[int, str] = {}
-    broken: bool = False
 
 
 class MissingGradient(PlanMismatch):

@@ -56,7 +56,6 @@ def hand_over(callback: gs.AllreduceCallback, kit: Any, given: Given) -> None:
 
 def error_line(call: Any) -> str:
     error = expect(gs.PlanMismatch, call)
-    assert not error.broken
     return str(error).splitlines()[-1].strip()
 
 

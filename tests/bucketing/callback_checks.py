@@ -182,7 +182,6 @@ def disagree(comm: Any, kit_name: str) -> list[tuple[str, int | None, str]]:
             if comm.backend != "nccl":  # where ranks that repeat themselves go ahead: see test_nccl_agreement.py
                 step()
             error = expect(gs.PlanMismatch, lambda s=step, h=how if comm.rank == 1 else None: s(h))
-            assert not error.broken
             assert set(error.descriptions) == set(range(comm.world_size))
             assert error.descriptions[0] != error.descriptions[1]
             for result in step():  # NCCL's mean adds up thirds

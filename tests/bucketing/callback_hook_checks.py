@@ -160,7 +160,6 @@ def differ(comm: Any, kit_name: str) -> list[str]:
             del values[f"{at} one"]
         gradients = put_all(kit, values)
         error = expect(gs.PlanMismatch, lambda c=callback, g=gradients: step(c, g))
-        assert not error.broken
         assert text_of_first in error.descriptions[0], error.descriptions
         assert text_of_last in error.descriptions[comm.world_size - 1], error.descriptions
         assert set(error.descriptions) == set(range(comm.world_size))

@@ -58,7 +58,6 @@ def cross_at_first(comm: Any, kit_name: str, knobs: dict[str, Any]) -> None:
         error = expect(
             gs.PlanMismatch, lambda g=generator, d=discriminator: cross(comm, lambda: step(g, 1), lambda: step(d, 1000))
         )
-        assert not error.broken
         assert sorted(error.descriptions) == list(range(comm.world_size))
         for rank, text in error.descriptions.items():
             assert line_of(int(rank == comm.world_size - 1)) in text, text
@@ -68,7 +67,7 @@ def cross_at_first(comm: Any, kit_name: str, knobs: dict[str, Any]) -> None:
             assert (step(generator, 1), step(discriminator, 1000)) == (1.0, 1000.0)
 
 
-def cross_later(comm: Any, kit_name: str) -> str:
+def cross_later(comm: Any, kit_name: str) -> None:
     """The first steps are right; then one rank takes them the other way round."""
     step = stepper(comm, kit_name)
     generator, discriminator = make_two(comm)
@@ -79,7 +78,6 @@ def cross_later(comm: Any, kit_name: str) -> str:
         number = 1 + (rank == comm.world_size - 1)
         assert f"(callback {number}, made at {line_of(number - 1)})" in text, text
     assert "the ranks use different callbacks" in str(error)
-    return "broken" if error.broken else "whole"
 
 
 def cross_from_one_line(comm: Any, kit_name: str) -> None:

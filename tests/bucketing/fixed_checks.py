@@ -136,7 +136,6 @@ def miss_some(comm: Any, kit_name: str) -> list[str]:
                 assert set(error.descriptions) == set(range(comm.world_size))
                 for rank, text in without.items():
                     assert all(repr(name) in text for name in of_all[rank])
-            assert not error.broken
             told.append(str(error).partition(":")[2])
             callback.flush()  # an empty step is one
             right_steps(comm, kit, callback, specs)

@@ -151,7 +151,6 @@ def leave_without_a_batch(comm: Any, kit_name: str) -> str:
                 run_step(callback, kit, comm.rank, step)
 
     error = expect(gs.PlanMismatch, train, "rank 2 had no batch at all")
-    assert not error.broken
     expect_bits(comm, run_step(callback, kit, comm.rank, 0), 0, (1, 1, 1), "mean")  # what was refused has left no trace
     with callback.join():
         pass  # now all know; and nobody has a batch

@@ -25,9 +25,7 @@ def test_the_first_use(place: Place, world_size: int, knobs: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(("place", "world_size"), EVERYWHERE)
 def test_after_right_steps(place: Place, world_size: int) -> None:
-    how = place.run(world_size, checks.cross_later, place.kit)
-    assert len(set(how)) == 1
-    assert how[0] == "whole" or place.options["backend"] == "nccl"
+    place.run(world_size, checks.cross_later, place.kit)
 
 
 @pytest.mark.parametrize("place", [SHM, STAND_IN])

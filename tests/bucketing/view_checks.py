@@ -203,7 +203,6 @@ def ask_for_different_memory(comm: Any) -> None:
     other = {**SMALL, "one": ((41 if comm.rank == comm.world_size - 1 else 40,), np.float32)}
     if comm.world_size > 1:
         error = expect(gs.PlanMismatch, viewed(other).gradient_buffers, "first difference, line ")
-        assert not error.broken
         assert "'one': float32[41]" in error.descriptions[comm.world_size - 1]
     if comm.backend == "shm":
         huge = {"a": ((2**50,), np.float32)}

@@ -519,31 +519,6 @@ def _is_capturing_well(stream: Any) -> bool:
         return False
 
 
-def count_calls_of_a_steady_all_reduce(comm: Any) -> int:
-    """Returns how many Python functions it calls, not counting the stand-in's; the least of some calls."""
-    array, counts = full(comm.rank), []
-    for _ in range(20):
-        bring_to_rest(comm)
-        seen: list[str] = []
-        depth = 0  # of functions of the stand-in
-
-        def note(frame: Any, event: str, _: Any, seen: list[str] = seen) -> None:
-            nonlocal depth
-            is_of_stand_in = "/stand_in/" in frame.f_code.co_filename
-            if event == "call":
-                depth += is_of_stand_in
-                if not depth:
-                    seen.append(frame.f_code.co_name)
-            elif event == "return":
-                depth -= is_of_stand_in
-
-        sys.setprofile(note)
-        comm.all_reduce(array)
-        sys.setprofile(None)
-        counts.append(len(seen))
-    return min(counts)
-
-
 def leave_a_gpu_that_is_behind_alone(comm: Any) -> None:
     """Checking a launch costs as much as launching it: a call checks an earlier one only now and then."""
     from gradsync.communicators.nccl.launch import Launch
@@ -575,7 +550,7 @@ def count_calls_of_a_steady_step(comm: Any) -> dict[str, int]:
     client: Any = process_group._client
     calls = CountingModule.calls = Calls()
     cupy.RawModule = CountingModule
-    calls.watch(client, "agree", "set", "get", "exchange", "left_ranks", "barrier")
+    calls.watch(client, "set", "get", "exchange", "left_ranks", "barrier")
     if IS_STAND_IN:  # CuPy's own classes cannot be changed
         calls.watch(cupy.cuda.Event, "synchronize")
         calls.watch(cupy.cuda.Stream, "synchronize")

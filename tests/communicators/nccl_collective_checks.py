@@ -296,20 +296,20 @@ def break_out_of_a_ring(comm: Any) -> None:
 
 @contextmanager
 def telling_of_launches(comm: Any, key: str) -> Iterator[None]:
-    """Tells the other ranks when this one is about to launch the first messages on which it has agreed."""
-    on_messages = comm._backend._agreements.on_messages
+    """Tells the other ranks when this one is about to launch the first message on which it has agreed."""
+    compare_messages = comm._backend._comparison.compare_messages
 
-    def tell(questions: Any) -> Iterator[Any]:
-        for number, answers in enumerate(on_messages(questions)):
+    def tell(agreements: Any) -> Iterator[Any]:
+        for number, direction in enumerate(compare_messages(agreements)):
             if number == 0:
                 client().set(key, b"")
-            yield answers
+            yield direction
 
-    comm._backend._agreements.on_messages = tell
+    comm._backend._comparison.compare_messages = tell
     try:
         yield
     finally:
-        del comm._backend._agreements.on_messages
+        del comm._backend._comparison.compare_messages
 
 
 def agree_on_one_message_of_two(comm: Any) -> None:
@@ -324,38 +324,10 @@ def agree_on_one_message_of_two(comm: Any) -> None:
         errors.append(error)
     assert len(errors) == (rank in (0, n - 1))
     for error in errors:
-        assert not error.broken
         assert set(error.descriptions) == {0, n - 1}
     assert_all(other, -1 if rank == 0 else before)
     comm.barrier()
     assert_all(comm.exchange(mine, dest=after, out=full(-1, 10), source=before), before)
-
-
-def leave_the_messages_alone(comm: Any) -> str:
-    """Rank 1 expects something else than it always did; rank 0 sends ahead, because all messages were alike."""
-    array = full(1, 10)
-    for _ in range(8):
-        if comm.rank == 0:
-            comm.send(array, 1)
-        elif comm.rank == 1:
-            comm.recv(array, 0)
-    if comm.rank > 1:
-        return wait_until_told(gs.GradsyncError)
-
-    def go_on() -> None:
-        if comm.rank == 0:
-            comm.send(array, 1)
-            client().set("ahead", b"")
-        else:
-            client().get("ahead", timeout_seconds=SECONDS)
-            comm.recv(full(0, 11), 0)
-        while True:
-            comm.barrier()
-
-    error = expect(gs.PlanMismatch, go_on)
-    assert error.broken
-    expect((gs.PlanMismatch, gs.CommunicatorClosed), comm.barrier)
-    return str(error)
 
 
 def wait_for_a_message_in_vain(comm: Any, how: str) -> str:

@@ -20,9 +20,7 @@ from nccl_checks import Obstacle
 import gradsync as gs
 from contract import expect, wait_until
 from gradsync import process_group
-from gradsync.communicators import failures
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.failures import CAUSE_SECONDS
 from gradsync.communicators.nccl import connect
 from gradsync.communicators.nccl.library import Nccl
 from kits import bring_to_rest
@@ -48,92 +46,45 @@ def wait_until_told(kind: type[gs.GradsyncError] = gs.RankFailed) -> str:
     return told
 
 
-# -- Steps that repeat themselves, and then do not ------------------------------------------------------------------
+# -- Ranks that differ ------------------------------------------------------------------------------------------------
 
 
-def step(callback: Any, order: str, factor: int = 1) -> list[Any]:
+def step(callback: Any, order: str) -> list[Any]:
     """Hands over gradients named by letters, one bucket each."""
     with callback.backward():
-        return [callback(name, cupy.full(10, factor * (i + 1.0))) for i, name in enumerate(order)]
+        return [callback(name, cupy.full(10, i + 1.0)) for i, name in enumerate(order)]
 
 
 def settled(comm: Any) -> Any:
-    """Returns a callback after steps that made every rank expect the same step again."""
+    """Returns a callback after steps that were equal on all ranks."""
     callback = gs.AllreduceCallback("sum", comm, threshold_bytes=1)
     for _ in range(3):
         step(callback, "abcde")
     return callback
 
 
-def leave_the_plan_alone(comm: Any, collective: str) -> str:
-    """Rank 1 does something else; the others go ahead, because all steps were equal so far."""
+def stray_alone(comm: Any, collective: str) -> str:
+    """Rank 1 does something else: all ranks are told before data moves, and can go on."""
     callback = settled(comm)
-
-    def go_on() -> None:
-        if comm.rank != 1:
-            step(callback, "abcde")
-            client().set(f"rank {comm.rank} is ahead", b"")
-        else:
-            for rank in set(range(comm.world_size)) - {1}:
-                client().get(f"rank {rank} is ahead", timeout_seconds=SECONDS)
-            step(callback, "abced") if collective == "bucket" else comm.all_reduce(cupy.ones(3))
-        comm.barrier()
-
-    error = expect(gs.PlanMismatch, go_on)
-    assert error.broken
+    array = cupy.ones(3)
+    if comm.rank != 1:
+        error = expect(gs.PlanMismatch, lambda: step(callback, "abcde"))
+    elif collective == "bucket":
+        error = expect(gs.PlanMismatch, lambda: step(callback, "abced"))
+    else:
+        error = expect(gs.PlanMismatch, lambda: comm.all_reduce(array))
     assert set(error.descriptions) == set(error.places) == set(range(comm.world_size))
-    assert error.places[1].startswith(f"{__file__}:")  # the others have gone on, perhaps into the stand-in
-    expect((gs.PlanMismatch, gs.CommunicatorClosed), comm.barrier)
-    expect(gs.CommunicatorClosed, comm.barrier)
+    assert all(place.startswith(f"{__file__}:") for place in error.places.values())
+    assert (array.get() == 1).all()
+    assert float(step(callback, "abcde")[0].result()[0]) == comm.world_size
     return str(error).partition(":")[2]
 
 
-def leave_the_plan_with_slow_texts(comm: Any) -> None:
-    """Rank 1 has aborted before rank 0 has read what rank 1 launched: NCCL's error is not taken for the cause."""
-    callback = settled(comm)
-    if comm.rank == 1:
-        client().get("rank 0 is ahead", timeout_seconds=SECONDS)
-        assert expect(gs.PlanMismatch, lambda: step(callback, "abced")).broken
-        return
-    read = failures._read_description
-
-    def has_failed() -> bool:
-        try:
-            comm._backend._nccl.check()
-        except gs.NcclError:
-            return True
-        return False
-
-    def read_slowly(*arguments: Any) -> str:
-        wait_until(has_failed)
-        time.sleep(CAUSE_SECONDS + 0.5)
-        return read(*arguments)
-
-    failures._read_description = read_slowly
-
-    def go_on() -> None:
-        step(callback, "abcde")
-        client().set("rank 0 is ahead", b"")
-        while True:
-            step(callback, "abcde")
-
-    assert expect(gs.PlanMismatch, go_on).broken
-
-
-def leave_the_plan_together(comm: Any) -> None:
-    callback = settled(comm)
-    for order in ("abced", "abc", "edcba", "abcde"):
-        results = [future.result() for future in step(callback, order, comm.rank + 1)]
-        wanted = comm.world_size * (comm.world_size + 1) / 2
-        assert [float(r[0]) for r in results] == [wanted * (i + 1) for i in range(len(order))]
-
-
-def leave_the_plan_apart(comm: Any) -> str:
-    """Every rank does something new, and not the same: all ask, nothing is launched, and they can go on."""
+def stray_together(comm: Any) -> str:
+    """Every rank does something new, and not the same."""
     callback = settled(comm)
     order = ("abcd" + "xyz"[comm.rank]) if comm.rank < 3 else "abcde"
     error = expect(gs.PlanMismatch, lambda: step(callback, order))
-    assert not error.broken
     for _ in range(2):
         assert float(step(callback, "abcde")[0].result()[0]) == comm.world_size
     return str(error).partition(":")[2]
@@ -142,16 +93,20 @@ def leave_the_plan_apart(comm: Any) -> str:
 # -- Collectives that miss a rank ------------------------------------------------------------------------------------
 
 
+def agree_and_not_come(comm: Any) -> None:
+    """From now on this rank agrees on collectives, and its GPU never comes to them, as behind a kernel that hangs."""
+    comm._backend._nccl.call = lambda *_: None
+
+
 def launch_what_the_others_do_not(comm: Any) -> Any:
-    """Returns the future of a bucket that this rank launches alone, because the steps before were equal."""
+    """Returns the future of a bucket to which only the GPU of rank 0 comes; None on the other ranks."""
     callback = gs.AllreduceCallback("sum", comm)
-    for _ in range(6):
-        step(callback, "a")
-    if comm.rank != 0:
-        client().set("stopped", b"")
-        return None
-    client().get("stopped", timeout_seconds=SECONDS)
-    return step(callback, "a")[0]
+    step(callback, "a")
+    if comm.rank == 0:
+        return step(callback, "a")[0]
+    agree_and_not_come(comm)
+    step(callback, "a")
+    return None
 
 
 def await_failure(future: Any) -> tuple[Any, float]:
@@ -166,10 +121,11 @@ def await_failure(future: Any) -> tuple[Any, float]:
 def die_beside_a_stuck_collective(comm: Any, victim_is_root: bool) -> float:
     """Rank 1 dies while rank 0 waits for it, or the other way round: the root serves the unique id."""
     callback = gs.AllreduceCallback("sum", comm)
-    for _ in range(6):
-        step(callback, "a")
+    step(callback, "a")
     survives = comm.rank == int(victim_is_root)
     if not survives:
+        agree_and_not_come(comm)
+        step(callback, "a")
         client().get("launched", timeout_seconds=SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
     future = step(callback, "a")[0]
@@ -193,21 +149,18 @@ def miss_the_deadline(comm: Any) -> tuple[str, float]:
 
 def miss_the_deadline_in_a_call_that_blocks(comm: Any, collective: str) -> str:
     """With CUDA_LAUNCH_BLOCKING=1, as NCCL's errors advise: the host itself waits for the other rank."""
-    if collective == "bucket":
-        error = expect(gs.CollectiveTimeout, lambda: launch_what_the_others_do_not(comm)) if comm.rank == 0 else None
-        if error is None:
-            launch_what_the_others_do_not(comm)
-    else:
-        array = cupy.ones(3)
-        for _ in range(6):
-            comm.all_reduce(array)
-        if comm.rank == 0:
-            client().get("stopped", timeout_seconds=SECONDS)
-            error = expect(gs.CollectiveTimeout, lambda: comm.all_reduce(array))
-        else:
-            client().set("stopped", b"")
+    callback, array = gs.AllreduceCallback("sum", comm, threshold_bytes=1), cupy.ones(3)
+
+    def reduce() -> Any:
+        return callback("a", array) if collective == "bucket" else comm.all_reduce(array)
+
+    reduce()
+    callback.flush()
     if comm.rank != 0:
+        agree_and_not_come(comm)
+        reduce()
         return wait_until_told(gs.CollectiveTimeout)
+    error = expect(gs.CollectiveTimeout, reduce)
     expect(gs.CommunicatorClosed, comm.barrier)
     return str(error)
 
@@ -235,7 +188,7 @@ def read_what_misses_a_rank(comm: Any) -> None:
         expect(gs.CollectiveTimeout, future.numpy)
 
 
-def miss_the_deadline_of_a_question(comm: Any) -> str:
+def miss_the_deadline_of_a_comparison(comm: Any) -> str:
     if comm.rank == 1:
         return wait_until_told(gs.CollectiveTimeout)
     error = expect(gs.CollectiveTimeout, lambda: comm.all_reduce(cupy.ones(3)))
@@ -244,15 +197,13 @@ def miss_the_deadline_of_a_question(comm: Any) -> str:
     return str(error)
 
 
-def close_early(comm: Any, next_call: str) -> str:
-    future = launch_what_the_others_do_not(comm) if next_call == "launched" else None
+def close_early(comm: Any) -> str:
     if comm.rank == 1:
         comm.close()
         with contextlib.suppress(gs.RankFailed):
             client().get("done", timeout_seconds=SECONDS)
         return ""
-    error = expect(gs.RankFailed, comm.barrier) if future is None else await_failure(future)[0]
-    assert isinstance(error, gs.RankFailed), error
+    error = expect(gs.RankFailed, comm.barrier)
     assert error.rank == 1
     with contextlib.suppress(gs.RankFailed):
         client().set("done", b"")
@@ -335,13 +286,12 @@ def keep_what_queued_work_writes_to(comm: Any, kind: str) -> None:
     def make() -> Any:
         return np.ones(4000) if kind == "host" else cupy.ones((400, 10)).T  # a layout that is written back
 
-    for _ in range(6):
-        comm.asynchronous.all_reduce(make()).result()
+    comm.asynchronous.all_reduce(make()).result()
     if comm.rank != 0:
-        client().set("stopped", b"")
+        agree_and_not_come(comm)
+        comm.asynchronous.all_reduce(make()).result()
         wait_until_told()
         return
-    client().get("stopped", timeout_seconds=SECONDS)
     obstacle, bring_back = Obstacle(), comm._backend.bring_back
 
     def bring_back_late(flat: Any, native: Any, launch: Any) -> None:

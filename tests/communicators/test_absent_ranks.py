@@ -225,12 +225,14 @@ def test_ranks_that_wait_for_each_other_are_told_with_their_lines_and_end_at_the
 
 
 def wait_in_a_launched_message(comm: Any) -> str:
-    """Rank 0 launches without asking, as in the steps before, what rank 1 does not come to."""
+    """Rank 0 launches what rank 1 does not come to: on shared memory at all, on NCCL after both have agreed."""
     mine, room = np.full(3, comm.rank), np.zeros(3, int)
-    for _ in range(10):
-        comm.exchange(mine, dest=1 - comm.rank, out=room, source=1 - comm.rank)
+    comm.exchange(mine, dest=1 - comm.rank, out=room, source=1 - comm.rank)
     failures.WARN_AFTER_SECONDS = 0.2
     if comm.rank == 1:
+        if comm.backend == "nccl":
+            comm._backend._nccl.call = lambda *_: None
+            comm.send(mine, 0)
         client: Any = process_group._client
         error = expect(gs.CollectiveTimeout, lambda: client.get("nobody sets this", timeout_seconds=SECONDS))
         expect(gs.GradsyncError, comm.barrier)  # else closing may raise it: on NCCL a watcher hears of it too

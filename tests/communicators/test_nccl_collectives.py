@@ -58,15 +58,6 @@ def test_rings(place: Place, world_size: int, name: str) -> None:
     place.run(world_size, check, name)
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN_STUCK, 2), *on(GPU, 2)])
-def test_who_sends_ahead_of_a_rank_that_strays_is_told(place: Place, world_size: int) -> None:
-    told = place.run(world_size, check, "leave_the_messages_alone")
-    for text in told[:2]:
-        assert "the communicator is broken" in text
-        assert "float32[10]" in text
-        assert "float32[11]" in text
-
-
 @pytest.mark.parametrize(("place", "world_size"), STUCK)
 @pytest.mark.parametrize("how", ["stays", "closes"])
 def test_a_message_that_does_not_come(place: Place, world_size: int, how: str) -> None:

@@ -38,11 +38,12 @@ def step():
         callback("w", cupy.ones(3))
 
 
-for _ in range(6):
-    step()
+step()
 cupy.cuda.runtime.deviceSynchronize()  # rank 1 shall have nothing under way
 client.barrier()
 if world.rank == 1:
+    used._backend._nccl.call = lambda *_: None  # it agrees on the next collective, and its GPU never comes to it
+    step()
     if "forget" in sys.argv:  # the world's end in order needs both ranks
         client.get("rank 0 is stuck", timeout_seconds=30)
         gs.destroy_process_group()
@@ -52,7 +53,7 @@ if world.rank == 1:
     with contextlib.suppress(gs.RankFailed):  # its watcher may have heard of that, too
         gs.destroy_process_group()
     sys.exit(0)
-step()  # as always, but now alone
+step()
 print(time.monotonic())
 if "forget" in sys.argv:
     client.set("rank 0 is stuck", b"")

@@ -96,34 +96,6 @@ def test_a_rank_that_has_closed_is_named_beside_the_gpu() -> None:
     assert "rank 1 closed the communicator" in str(told.result), told.traceback_text
 
 
-def go_astray(comm: Any) -> bool:
-    for _ in range(8):
-        comm.objects.all_gather(1)
-    begun = comm.recorder.begun
-
-    def tell() -> None:
-        while comm.recorder.begun == begun:
-            time.sleep(0.01)
-        time.sleep(0.3)  # by then it has gone ahead
-        process_group._client.set("rank 0 waits", b"")
-
-    telling = threading.Thread(target=tell)
-    if comm.rank == 0:  # does as before, and so begins without asking; it waits in vain
-        telling.start()
-    else:
-        process_group._client.get("rank 0 waits", timeout_seconds=20)
-    error = expect(gs.PlanMismatch, lambda: comm.objects.broadcast(1) if comm.rank == 1 else comm.objects.all_gather(1))
-    if comm.rank == 0:
-        telling.join()
-    assert comm.closed
-    assert error.descriptions == {0: "objects.all_gather", 1: "objects.broadcast (root 0)"}
-    return error.broken
-
-
-def test_a_rank_that_went_ahead_beside_the_gpu_is_told() -> None:
-    assert run_ranks(2, go_astray, backend="nccl", stand_in=True) == [True, True]
-
-
 def wait_for_an_absent_rank(comm: Any) -> tuple[Any, bool]:
     for _ in range(8):
         comm.objects.all_gather(1)

@@ -26,7 +26,7 @@ from gradsync.machine import machine_identity
 from gradsync.rendezvous import client as client_module
 from gradsync.rendezvous import connection as connection_module
 from gradsync.rendezvous.connection import Connection, dial
-from gradsync.rendezvous.frames import DEATH, INVALID, Decision, FrameType, LaunchedEvent
+from gradsync.rendezvous.frames import DEATH, INVALID, FrameType
 from gradsync.rendezvous.handshake import ServerProcess
 from gradsync.rendezvous.liveness import ProcessState
 from gradsync.rendezvous.server import RendezvousServer
@@ -324,10 +324,10 @@ def test_a_failure_reaches_a_rank_that_calls_nothing(pair) -> None:
 def test_a_blocked_callback_holds_up_neither_answers_nor_heartbeats(pair) -> None:
     blocked, goes_on, beats = threading.Event(), threading.Event(), threading.Semaphore(0)
 
-    def on_asked(position: int) -> LaunchedEvent:
+    def report() -> tuple[str, dict[str, list[tuple[int, int, str, bool]]]]:
         blocked.set()
         assert goes_on.wait(LONG_SECONDS)
-        return LaunchedEvent(1, "")
+        return "", {}
 
     def positions() -> dict[str, int]:
         beats.release()
@@ -335,38 +335,16 @@ def test_a_blocked_callback_holds_up_neither_answers_nor_heartbeats(pair) -> Non
 
     def work() -> None:
         assert blocked.wait(LONG_SECONDS)
-        pair[0].set("in flight", b"")
-        assert pair[0].get("in flight") == b""
-        pair[0].describe_with(positions, lambda: ("", {}))
         for _ in range(2):
             assert beats.acquire(timeout=LONG_SECONDS)
         goes_on.set()
 
-    pair[0].follow("g", on_asked)
-    assert run_threads([work, lambda: pair[1].agree("g", 0, 1)]) == [None, Decision.AGREED]
+    def time_out() -> None:
+        with pytest.raises(CollectiveTimeout):
+            pair[1].report_stuck("world", 7, "all_reduce #7", 300.0, [0])
 
-
-def test_a_callback_may_wait_for_a_lock_whose_holder_waits_for_an_answer(pair) -> None:
-    lock, held, asked = threading.Lock(), threading.Event(), threading.Event()
-
-    def on_asked(position: int) -> LaunchedEvent:
-        asked.set()
-        with lock:
-            return LaunchedEvent(1, "")
-
-    def hold_and_ask() -> bytes:
-        with lock:
-            held.set()
-            assert asked.wait(LONG_SECONDS)
-            return pair[0].get("answer")
-
-    def ask() -> Decision:
-        assert held.wait(LONG_SECONDS)
-        decided = run_threads([lambda: pair[1].agree("g", 0, 1), lambda: pair[1].set("answer", b"42")])
-        return decided[0]
-
-    pair[0].follow("g", on_asked)
-    assert run_threads([hold_and_ask, ask]) == [b"42", Decision.AGREED]
+    pair[0].describe_with(positions, report)
+    run_threads([work, time_out])
 
 
 def test_callbacks_that_raise_or_say_too_much_harm_nobody(pair) -> None:

@@ -11,7 +11,7 @@ from rendezvous_ranks import SECRET, connect_all, run_ranks
 
 from gradsync.errors import CollectiveTimeout, InvalidArgument, RankFailed, RendezvousTimeout
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.frames import THE_WORLD, Decision, FrameType, LaunchedEvent, event_key
+from gradsync.rendezvous.frames import THE_WORLD, FrameType, event_key
 from gradsync.rendezvous.server import RendezvousServer
 
 SECONDS = 30.0
@@ -24,7 +24,6 @@ def stored(core: Any) -> list[int]:
         len(generation.keys._values),
         generation.keys._stored_bytes,
         len(generation.exchanges._open),
-        len(generation.agreements._groups),
         len(generation.departures._left),
     ]
 
@@ -81,9 +80,6 @@ def use_all(group: RendezvousClient) -> None:
     if group.rank == root:
         group.set("id", bytes([root]) * 128)
     assert group.get("id", from_rank=root, timeout_seconds=SECONDS) == bytes([root]) * 128
-    assert group.agree(group.name, 0, 7, timeout_seconds=SECONDS) is Decision.AGREED
-    differ = group.world_size > 1
-    assert group.agree("more", 0, group.rank, timeout_seconds=SECONDS) is Decision(differ)
     group.set(event_key(group.name, 0, group.world_ranks[group.rank]), b"what it was")
 
 
@@ -91,9 +87,9 @@ def test_groups_share_what_they_like_and_leave_nothing() -> None:
     groups = [members for size in (1, 2, 3) for members in itertools.permutations(range(3), size)]
 
     def stored_now() -> list[int]:
-        values, value_bytes, barriers, agreements, left = stored(server._core)
+        values, value_bytes, barriers, left = stored(server._core)
         assert barriers <= 1  # another rank may have come to the next barrier
-        return [values, value_bytes, agreements, left]
+        return [values, value_bytes, left]
 
     def work(client: RendezvousClient) -> list[int]:
         client.set("kept", b"of the world")
@@ -180,22 +176,6 @@ def test_failure_of_a_member_is_told_to_all() -> None:
                 client.close()
 
 
-def test_a_question_is_passed_on_within_the_group() -> None:
-    with RendezvousServer(3, secret=SECRET) as server:
-        clients = connect_all(server, 3)
-        groups = {rank: clients[rank].group([0, 2], "pair") for rank in (0, 2)}
-        groups[2].follow("pair", lambda position: LaunchedEvent(5, "launched"))
-        try:
-            assert groups[0].agree("pair", 3, 4, timeout_seconds=SECONDS) is Decision.LAUNCHED
-            assert groups[0].launched_position("pair") == 3
-            assert groups[0].get(event_key("pair", 3, 2), timeout_seconds=SECONDS) == b"launched"
-            groups[2].unfollow("pair")
-            groups[0].close()
-        finally:
-            for client in clients:
-                client.close()
-
-
 # -- The server's side, with a virtual clock ----------------------------------------------------------------------
 
 
@@ -208,7 +188,6 @@ class ForgettingBench(Bench):
         self.send(0, FrameType.SET, f"{scope}/key", b"value", True)
         self.send(0, FrameType.SET, f"{scope}/agree/1/0", b"1", True)
         self.send(0, FrameType.EXCHANGE, f"{scope}/ready", [0], b"")
-        self.send(0, FrameType.AGREE, scope, 0, 1, [0])
 
     def forget(self, rank: int, scope: str, ranks: list[int] | None = None) -> None:
         self.send(rank, FrameType.LEAVE, scope, ranks, 0)
@@ -244,7 +223,6 @@ def test_who_waits_for_what_is_forgotten_still_has_its_deadline() -> None:
     bench = ForgettingBench(2)
     waits = [
         bench.send(0, FrameType.EXCHANGE, "g/b", [0, 1], b""),
-        bench.send(0, FrameType.AGREE, "g", 0, 1, [0, 1]),
         bench.send(0, FrameType.GET, "g/key", None),
     ]
     bench.forget(0, "g")
@@ -252,6 +230,6 @@ def test_who_waits_for_what_is_forgotten_still_has_its_deadline() -> None:
     bench.take(0)
     for wait in waits:
         bench.cancel(0, wait)
-    assert stored(bench.core) == [0] * 5
+    assert stored(bench.core) == [0] * 4
     answers = {message[1]: message[0] for message in bench.take(0)}
     assert answers == dict.fromkeys(waits, FrameType.TIMED_OUT)

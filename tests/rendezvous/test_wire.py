@@ -59,8 +59,6 @@ requests = st.one_of(
     st.tuples(st.just(FrameType.EXCHANGE), keys, members, st.binary(max_size=2000)),
     st.tuples(st.just(FrameType.LEAVE), keys, members, positions),
     st.tuples(st.just(FrameType.LEFT_RANKS), keys, members),
-    st.tuples(st.just(FrameType.AGREE), groups, positions, digests, members),
-    st.tuples(st.just(FrameType.LAUNCHED), groups, positions, digests),
 )
 texts = st.text(max_size=200).map(clip_text)
 phases = st.sampled_from(["joining", "running", "left"])
@@ -91,7 +89,6 @@ pushes = st.one_of(
 )
 answers = st.one_of(
     st.tuples(st.just(FrameType.REPLY), positions, st.none() | st.booleans() | st.binary(max_size=2000)),
-    st.tuples(st.just(FrameType.ASKED), groups, positions),
     st.tuples(st.just(FrameType.REPLY), positions, st.lists(positions, max_size=8)),
 )
 
@@ -125,8 +122,8 @@ def test_round_trip_in_any_chunks(of_client: bool, kinds: Any, data: st.DataObje
     "message",
     [
         (FrameType.SET, "key", b"value" * 10, True),
-        (FrameType.AGREE, "group", 7, 2**64 - 1, [0, 1]),
-        (FrameType.LAUNCHED, "group", 7, 2**63),
+        (FrameType.EXCHANGE, "group", [0, 1], b"digest"),
+        (FrameType.LEAVE, "group", [0, 1], 2**63 - 1),
     ],
 )
 def test_mutated_frames_are_refused(message: tuple) -> None:
@@ -207,7 +204,6 @@ def test_longest_description_and_key_of_an_event_fit() -> None:
     group, position = "g" * MAX_GROUP_BYTES, 2**63 - 1
     key = event_key(group, position, MAX_RANKS - 1)
     assert open_bytes(server, client.seal(FrameType.SET, key, bytes(MAX_EVENT_BYTES), True))
-    assert open_bytes(server, client.seal(FrameType.LAUNCHED, group, position, 2**64 - 1))
 
 
 @pytest.mark.parametrize(
@@ -227,16 +223,6 @@ def test_longest_description_and_key_of_an_event_fit() -> None:
         (FrameType.EXCHANGE, ("", [-1], b"")),
         (FrameType.EXCHANGE, ("g", None, None)),
         (FrameType.REPLY, (2, 5)),
-        (FrameType.AGREE, ("g" * (MAX_GROUP_BYTES + 1), 0, 0, None)),
-        (FrameType.AGREE, ("g", -1, 0, None)),
-        (FrameType.AGREE, ("g", 0, -1, None)),
-        (FrameType.AGREE, ("g", 0, 2**64, None)),
-        (FrameType.AGREE, ("g", 0, 0.0, None)),
-        (FrameType.AGREE, ("g", 0, 0, [1, 0], False)),
-        (FrameType.LAUNCHED, ("g", 0, 2**64, "")),
-        (FrameType.LAUNCHED, ("g", 0, 0, b"")),
-        (FrameType.LAUNCHED, ("g", 0, 0, "x" * (MAX_EVENT_BYTES + 1))),
-        (FrameType.ASKED, ("g", 2**63)),
         (FrameType.REPLY, (2, [3, -1])),
         (FrameType.HEARTBEAT, ([],)),
         (FrameType.HEARTBEAT, ({"g": -1},)),

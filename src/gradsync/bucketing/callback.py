@@ -62,8 +62,7 @@ class AllreduceCallback:
     In each step every rank must hand over gradients of the same parameters, with the same shapes and dtypes. The order
     must be the same too, unless `parameters` is given. (There are two exceptions: with missing="zero" a rank may leave
     gradients out, and inside join() a rank's loop may end earlier.) If the ranks differ in the next bucket to reduce,
-    all of them raise PlanMismatch before they reduce this bucket. (On NCCL, in a step that began like the last step,
-    the ranks may detect the difference too late; see PlanMismatch.broken.)
+    all of them raise PlanMismatch before they reduce this bucket.
 
     Gradients of one dtype fill a bucket. gradsync reduces the bucket when it has reached the threshold, or when the
     next gradient does not fit. flush() reduces the buckets that are not full. The future of a gradient gives the
@@ -316,7 +315,7 @@ class AllreduceCallback:
         If the body or the flush raises, gradsync cancels the futures that are not done, and aborts the communicator, so
         that the other ranks raise RankFailed instead of waiting.
         Every rank raises a PlanMismatch or NonFiniteGradient of the callback's own collectives. So after these two
-        errors the communicator stays usable, unless the `broken` of a PlanMismatch is True.
+        errors the communicator stays usable.
         """
         ended = self._step.ended
         try:

@@ -168,8 +168,7 @@ def bcast_list_(
             the root, an array is read-only, or its elements share memory; or both `communicator` and `group` are
             passed. Nothing was sent.
         UnsupportedDtype: the elements of an array are Python objects.
-        PlanMismatch: the ranks' lists differ in length, shapes, dtypes or root. Nothing was sent, unless the error's
-            `broken` is True.
+        PlanMismatch: the ranks' lists differ in length, shapes, dtypes or root. Nothing was sent.
         RankFailed, CollectiveTimeout, CommunicatorClosed: the collective has failed.
     """
     if group is not None:

@@ -81,7 +81,7 @@ def average_gradients(
             `communicator` is passed with a callback.
         UnsupportedDtype: the operator is not defined for a dtype, e.g. the mean of integers; the text names the path.
         PlanMismatch: the ranks' trees differ. All ranks raise this error, which names the first different path. Without
-            a callback, nothing was written, unless the error's `broken` is True.
+            a callback, nothing was written.
         RankFailed, CollectiveTimeout, CommunicatorClosed: a collective has failed.
     """
     if callback is not None:

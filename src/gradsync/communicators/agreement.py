@@ -1,9 +1,9 @@
 """An Agreement describes one collective, so that the ranks can check that all of them call the same collective.
 
-An Agreement has an 8-byte digest, which the ranks compare before data moves. (NCCL is an exception: see
-nccl/speculative_agreement.py.) If the digests differ, each rank sends its description of the collective, which is a
-list of lines, to the other ranks (see failures.py). Each rank then makes the error PlanMismatch from the lines of all
-ranks: what each rank calls and where, the first line that differs, and a remedy.
+An Agreement has an 8-byte digest, which the ranks compare before data moves. If the digests differ, each rank sends its
+description of the collective, which is a list of lines, to the other ranks (see failures.py). Each rank then makes the
+error PlanMismatch from the lines of all ranks: what each rank calls and where, the first line that differs, and a
+remedy.
 """
 
 from __future__ import annotations
@@ -229,30 +229,22 @@ _SAME_GRADIENTS = (
     "hand over the same gradients, of the same shapes and dtypes, in the same order on all ranks; with parameters=... "
     'any order will do, and with missing="zero" a rank may leave gradients out'
 )
-_UNHARMED = "no data was moved"
-_BROKEN = (
-    "some ranks had already launched their collective, because gradsync expected this collective after the earlier "
-    "collectives: the communicator is broken, and the gradients of this step are undefined"
-)
 
 
-def mismatch(
-    label: str, agreement: Agreement, descriptions: Mapping[int, Description], *, broken: bool = False
-) -> PlanMismatch:
+def mismatch(label: str, agreement: Agreement, descriptions: Mapping[int, Description]) -> PlanMismatch:
     """Returns the error that the ranks raise if they disagree on a collective, or if two ranks disagree on a message.
 
     Args:
         label: this rank's name in errors, e.g. "rank 0/2".
         agreement: the Agreement that describes this rank's collective.
         descriptions: the description of each rank.
-        broken: whether a rank had already launched its collective.
     """
     by_rank = dict(sorted(descriptions.items()))
     where = "" if agreement.event is None else f", number {agreement.event + 1} of this step"
     who, what = "the ranks", f"the next collective{where}"
     if agreement.is_message:
         who, what = name_ranks(list(by_rank)), "the message between them"
-    shown = [f"{label}: {who} disagree on {what}; {_BROKEN if broken else _UNHARMED}:"]
+    shown = [f"{label}: {who} disagree on {what}; no data was moved:"]
     shown += [f"  rank {rank}: {described}" for rank, described in by_rank.items()]
     alike = _first_difference([described.lines for described in by_rank.values()])
     differing = {rank: described.lines[alike:] for rank, described in by_rank.items()}
@@ -266,7 +258,6 @@ def mismatch(
         index=agreement.event,
         descriptions={rank: "\n".join([by_rank[rank].headline, *lines]) for rank, lines in differing.items()},
         places={rank: described.call_site.line for rank, described in by_rank.items() if described.call_site.line},
-        broken=broken,
     )
 
 

@@ -169,9 +169,8 @@ class Backend(ByteCollectives):
     """Moves bytes between the ranks of one communicator.
 
     A collective that takes an agreement must compare the agreement's digest between the ranks before it moves any data.
-    (For the exception of NCCL see nccl/speculative_agreement.py.) If the digests differ, the collective must raise
-    PlanMismatch on every rank. Every other failure ends the communicator, and the values of the target arrays are then
-    undefined.
+    If the digests differ, the collective must raise PlanMismatch on every rank. Every other failure ends the
+    communicator, and the values of the target arrays are then undefined.
 
     Args:
         client: this rank's rendezvous client, whose members are the communicator's ranks; None for a world of one rank.
@@ -323,9 +322,6 @@ class Backend(ByteCollectives):
     def barrier(self, agreement: Agreement) -> None:
         """Waits until all ranks have called this method. Raises PlanMismatch if the digests of the ranks differ."""
         self.agree(agreement)
-
-    def agree_always(self) -> None:
-        """Turns on the debug mode: from now on the ranks compare their digests before each collective moves data."""
 
     # -- Groups ------------------------------------------------------------------------------------------------
 

@@ -9,9 +9,7 @@ skips most checks.
 
 Every rank of the communicator must call the same collectives in the same order. The docstring of each method says which
 arguments must be equal on all ranks. If the calls do not fit, all ranks raise PlanMismatch before data moves, and the
-communicator stays usable. NCCL is an exception. If the ranks have repeated a sequence of collectives, and then one rank
-calls a different collective, gradsync may detect this only after data has moved. Then the error's attribute `broken` is
-True, and the communicator cannot be used any more.
+communicator stays usable.
 """
 
 from __future__ import annotations
@@ -102,7 +100,7 @@ class Communicator:
 
     If a collective fails after it has begun (a rank died, a deadline passed, Ctrl-C), the communicator is broken for
     all its ranks. Each rank raises an error in its current or next collective, and CommunicatorClosed in the later
-    collectives. After PlanMismatch the communicator stays usable, unless the error's attribute `broken` is True.
+    collectives. After PlanMismatch the communicator stays usable.
 
     Args:
         backend: the backend, which moves the bytes. The communicator owns the backend. When the communicator ends, it
@@ -121,7 +119,6 @@ class Communicator:
     """
 
     device: str = "cpu"
-    _debug: bool = False  # whether the ranks compare every collective before data moves
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -837,8 +834,6 @@ class Communicator:
         with reporting_failures(self._backend, what):
             await_members(self._backend, what, members, name)
             group = Communicator(self._backend.connect_group(members, name))
-        if self._debug:
-            group._use_debug_mode()
         group._tree = self._tree
         self._tree.add(group)
         return group
@@ -925,14 +920,6 @@ class Communicator:
         return f"<{type(self).__name__} {self.label} on {self.device} ({self.backend}){state}>"
 
     # -- For gradsync's own use; arguments are not checked -------------------------------------------------------
-
-    def _use_debug_mode(self) -> None:
-        """Turns on the debug mode: from now on the ranks compare every collective before its data moves.
-
-        Every rank must call it.
-        """
-        self._debug = True
-        self._backend.agree_always()
 
     def _share_numbers(self, what: str, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         """All-gathers a list of 64-bit integers; returns the list of each rank, in rank order.

@@ -153,8 +153,7 @@ class FailureMonitor:
 def publish_description(client: RendezvousClient, group: str, position: int, text: str) -> None:
     """Stores this rank's description of an event on the server, for exchange_descriptions on the other ranks.
 
-    The text is stored in pieces; only the last piece is shorter than MAX_EVENT_BYTES. If a rank has already launched
-    the event on NCCL, the rank's client has stored the first piece when the server asked for the description.
+    The text is stored in pieces; only the last piece is shorter than MAX_EVENT_BYTES.
 
     This rank's descriptions of earlier events of the group are removed: all ranks have read them, because a rank reads
     them before it begins its next event.

@@ -195,13 +195,13 @@ class Lifetime:
     ) -> None:
         """Ends a collective. If the collective has failed, the communicator ends for all ranks.
 
-        After a PlanMismatch that is not `broken`, the communicator does not end. If Ctrl-C interrupts this method, the
+        After a PlanMismatch the communicator does not end. If Ctrl-C interrupts this method, the
         next collective, close() or abort() does the rest: see _clean_up_interrupted.
         """
         if error is not None:
             if self._unraised is not None and _failure_of(error) == _failure_of(self._unraised):
                 self._unraised = None  # this call has raised it
-            if not isinstance(error, PlanMismatch) or error.broken:
+            if not isinstance(error, PlanMismatch):
                 self.raised.add(error)
                 self._abort_inside(headline(error), culprit_of(error))
         self._what = ""
@@ -236,18 +236,16 @@ class Lifetime:
         self._announce()
         self._end_use()
 
-    def fail(self, error: BaseException, *, is_raised: bool) -> None:
+    def fail(self, error: BaseException) -> None:
         """Ends the communicator because of a failure that was found outside of a collective, or by another thread.
 
         Args:
-            error: the failure. The next call on the communicator raises this error, unless `is_raised` is True or a
-                future has raised it.
-            is_raised: whether the caller raises the failure itself.
+            error: the failure. The next call on the communicator raises this error, unless a future has raised it.
         """
         with self._claiming:
             if self.ended_because is None:
                 # Set before the reason, because a call that sees the reason raises the error.
-                self._unraised = None if is_raised or self.was_raised else error
+                self._unraised = None if self.was_raised else error
                 self.ended_because = f"it failed: {headline(error)}"
         self._end_use()
 

@@ -3,15 +3,15 @@
 The rest of gradsync imports only these names:
 
 - `client.RendezvousClient`: a rank's membership of a generation, or of a group of its ranks. `connect`, `group`,
-  `close`, `abandon`; `set`, `get(from_rank=)`, `delete`, `exchange`, `barrier`; `agree`, `launched_position`, `follow`,
-  `unfollow`; `announce_left`, `left_ranks`; `check`, `has_failed`, `report_failure`, `report_waiting`, `report_stuck`,
-  `describe_with`. The process group connects and closes, and communicators use the other methods.
+  `close`, `abandon`; `set`, `get(from_rank=)`, `delete`, `exchange`, `barrier`; `announce_left`, `left_ranks`; `check`,
+  `has_failed`, `report_failure`, `report_waiting`, `report_stuck`, `describe_with`. The process group connects and
+  closes, and communicators use the other methods.
 - `server.RendezvousServer`: `start`, `serve_forever`, `stop`, `wait_until_empty`, `abandon`; a launcher reports the
   start and end of its processes with `note_start` and `note_end`. Launchers, and ranks that host the server, use this
   class.
-- `frames.Decision`, `LaunchedEvent`, `event_key`, `event_prefix`: for NCCL communicators, which agree on their next
-  collective over the rendezvous. `OF_MESSAGES` marks a wait in a send or receive. The constants `MAX_...` limit the
-  length of values, reports and descriptions; `clip_text` shortens texts to such a length.
+- `frames.event_key`, `event_prefix`: the keys of the descriptions of collectives that differ. `OF_MESSAGES` marks a
+  wait in a send or receive. The constants `MAX_...` limit the length of values, reports and descriptions; `clip_text`
+  shortens texts to such a length.
 - `sockets.bind_listener`, `format_address`, `is_loopback`, `look_up`, `raise_limit`, `ConnectionLost`: for launchers.
 - `hosting.join`: decides which process hosts the server and at which address, hosts the server if this process is the
   host, joins, and returns this rank's client. `is_sent_over_mpi` says whether `join` needs a `Share` function. The
@@ -26,7 +26,7 @@ The modules from the bottom up:
 
 - of both sides: `liveness` (silence timers), `frames` (types and schemas), `wire` (sealed frames), `handshake`,
   `sockets`;
-- of the server, without I/O: `roster`, `store`, `agreement_service`, `stuck`, `protocol`; then `server`, the event
+- of the server, without I/O: `roster`, `store`, `stuck`, `protocol`; then `server`, the event
   loop;
 - of a rank: `connection`, `client`;
 - `secret_files`, and `hosting`, which starts the server, a client, or both.

@@ -24,14 +24,12 @@ from gradsync.rendezvous.connection import (
     FAILURE_WITHIN_SECONDS,
     Callbacks,
     Connection,
-    OnAsked,
     dial,
 )
 from gradsync.rendezvous.frames import (
     MAX_NAME_BYTES,
     MAX_RANKS,
     Calls,
-    Decision,
     FrameType,
     clip_text,
     is_under,
@@ -85,7 +83,6 @@ class RendezvousClient:
         if world is not None:
             self.label = f"rank {rank}/{self.world_size} of group {name!r} (rank {world_ranks[rank]} of the world)"
             self._members = sorted(world_ranks)
-        self._launched_positions: dict[str, int] = {}
         self._has_left = False
 
     @classmethod
@@ -227,13 +224,23 @@ class RendezvousClient:
         """Removes a key, and all keys that begin with "key/"; returns whether the key itself was set."""
         return bool(self._ask_at_once(f"delete {key!r}", FrameType.DELETE, self._scoped(key)))
 
-    def exchange(self, name: str, value: bytes, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> list[bytes]:
+    def exchange(
+        self,
+        name: str,
+        value: bytes,
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        arriving: tuple[list[object], object] | None = None,
+    ) -> list[bytes]:
         """Returns the values of all members, by rank. Every member must call `exchange`, with the same name.
 
         Args:
             name: the exchange's name.
             value: at most 60 KiB, and at most 512 KiB divided by the number of members.
             timeout_seconds: this rank's deadline.
+            arriving: a pair (list, item). The item is appended to the list when the values arrive, before the thread
+                that waits for them wakes. So the items of several threads are in the order in which the server ended
+                the exchanges, which is the same on all ranks; the threads have no other way to learn this order.
 
         Raises:
             InvalidArgument: the value is too long, or this rank already waits in an exchange with this name.
@@ -241,7 +248,8 @@ class RendezvousClient:
             RankFailed: a rank died, or a member has left the world.
         """
         fields = self._scoped(name), self._members, bytes(value)
-        values = self._connection.ask(f"exchange {name!r}", timeout_seconds, FrameType.EXCHANGE, *fields)
+        operation, asked = f"exchange {name!r}", (FrameType.EXCHANGE, *fields)
+        values = self._connection.ask(operation, timeout_seconds, *asked, arriving=arriving)
         if values is None:  # all values are empty
             return [b""] * self.world_size
         by_world_rank = dict(zip(sorted(self.world_ranks), values, strict=True))
@@ -257,87 +265,13 @@ class RendezvousClient:
         fields = self._scoped(name), self._members, b""
         self._connection.ask(f"barrier {name!r}", timeout_seconds, FrameType.EXCHANGE, *fields)
 
-    # Agreement on the next collective.
-
-    def agree(
-        self,
-        group: str,
-        position: int,
-        digest: int,
-        *,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        arriving: tuple[list[object], object] | None = None,
-    ) -> Decision:
-        """Asks whether all members run the same collective at a position of their group, and returns the decision.
-
-        Returns once every member has called `agree` for this position, or has reported through `follow` that it has
-        launched its collective already. The decision LAUNCHED may come earlier.
-
-        AGREED: all digests are equal. MISMATCH: the digests differ, and no member has launched its collective.
-        LAUNCHED: a member has launched a collective with another digest. From this position on, the server answers
-        every question of the group with LAUNCHED at once; `launched_position` returns this position.
-
-        Args:
-            group: the group's name, at most 960 bytes.
-            position: the number of the collective in the group, from 0.
-            digest: the digest of this rank's next collective, an unsigned integer of 64 bits.
-            timeout_seconds: this rank's deadline.
-            arriving: a pair (list, item). The item is appended to the list when the decision arrives, before the thread
-                that waits for the decision wakes. So the items of several threads are in the order in which the server
-                decided; the threads have no other way to learn this order.
-
-        Raises:
-            InvalidArgument: an argument is out of its range, the members differ from the members in an earlier call, or
-                this rank already waits at this position.
-            RendezvousTimeout: `missing_ranks` has the members that did not report; the text has their states.
-            RankFailed: a rank died, or a member that has not reported has left the world.
-        """
-        name = self._scoped(group)
-        fields = name, operator.index(position), operator.index(digest), self._members
-        operation = f"agree {name!r} at position {position}"
-        asked = FrameType.AGREE, *fields
-        decision, decided_at = self._connection.ask(operation, timeout_seconds, *asked, arriving=arriving)
-        if decision == Decision.LAUNCHED:
-            self._launched_positions[name] = decided_at
-        return Decision(decision)
-
-    def launched_position(self, group: str) -> int | None:
-        """Returns the first position where a member launched a different collective; None before a decision LAUNCHED.
-
-        If this position is lower than the position that this rank asked about, this rank has also launched a collective
-        there.
-        """
-        return self._launched_positions.get(self._scoped(group))
-
-    def follow(self, group: str, on_asked: OnAsked) -> None:
-        """Sets the callback that runs when another member asks about a position. The server gets the callback's result.
-
-        Call `follow` before the group's first collective: questions that arrive earlier are dropped. `on_asked` runs in
-        a thread of this client. The callback must be quick, and must not wait for the server. If the callback raises,
-        the client logs the error, and the position counts as not launched.
-
-        Args:
-            group: the group's name.
-            on_asked: `on_asked(position)` returns the collective that this rank has launched at that position, or None
-                if this rank has not launched a collective there. Once `on_asked` has returned None for a position, this
-                rank must call `agree` for this position before it launches.
-
-        Raises:
-            InvalidArgument: the group has a callback already.
-        """
-        self._connection.follow(self._scoped(group), self.world_ranks[self.rank], on_asked)
-
-    def unfollow(self, group: str) -> None:
-        """Removes the callback that `follow` set; a call that is running still finishes. Idempotent."""
-        self._connection.unfollow(self._scoped(group))
-
     # Leaving.
 
     def announce_left(self, name: str, position: int) -> None:
         """Reports that this rank has left a communicator after `position` collectives; never waits and never raises.
 
-        Once every member has called `announce_left` or left the world, the server removes the keys and agreements whose
-        name is `name` or begins with "name/".
+        Once every member has called `announce_left` or left the world, the server removes the keys whose name is `name`
+        or begins with "name/".
         """
         with contextlib.suppress(ValueError):
             self._post(FrameType.LEAVE, self._scoped(name), self._members, operator.index(position))

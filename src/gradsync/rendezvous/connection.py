@@ -7,7 +7,7 @@ connection. The rules of this module:
   a Condition or an Event, whose inner lock would stay held if Ctrl-C arrived when the wait begins.
 - A send never blocks. Bytes that do not fit the socket's buffer are written later, by the thread that waits for the
   answer or by the reader. So no blocked send can delay the heartbeats, which the reader sends.
-- A second thread answers the questions of other ranks, so that a callback that blocks delays neither
+- A second thread answers the inquiries of the server, so that a callback that blocks delays neither
   answers to this rank's requests nor heartbeats.
 - If a process's own timer fires late, this process was paused (by SIGSTOP, for example). Then this process does not
   report its peer as silent.
@@ -21,7 +21,6 @@ import contextlib
 import copy
 import logging
 import math
-import operator
 import os
 import select
 import socket
@@ -47,7 +46,6 @@ from gradsync.errors import (
 from gradsync.machine import machine_identity
 from gradsync.rendezvous.frames import (
     INVALID,
-    MAX_EVENT_BYTES,
     MAX_REASON_BYTES,
     MAX_REPORT_BYTES,
     PROGRESS,
@@ -58,10 +56,8 @@ from gradsync.rendezvous.frames import (
     Calls,
     FieldError,
     FrameType,
-    LaunchedEvent,
     Message,
     clip_text,
-    event_key,
 )
 from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake, ServerProcess
 from gradsync.rendezvous.liveness import LATE_AFTER_SECONDS, Judgement, Peer, inspect_peer
@@ -86,8 +82,6 @@ _THREAD_END_SECONDS = 0.2
 
 NO_REPORT = "(it reports nothing)"
 
-OnAsked = Callable[[int], "LaunchedEvent | None"]
-
 _log = logging.getLogger("gradsync.rendezvous")
 
 
@@ -97,7 +91,7 @@ class _Pending:
     __slots__ = ("answer", "arriving", "is_over", "sequence", "values")
 
     def __init__(self, arriving: tuple[list[object], object] | None = None) -> None:
-        self.arriving = arriving  # a list, and the item to append to it when a decision arrives
+        self.arriving = arriving  # a list, and the item to append to it when the answer arrives
         self.sequence = 0  # set when the request is sent
         self.is_over = threading.Lock()
         self.is_over.acquire()
@@ -165,10 +159,9 @@ class Connection:
         self._interval_seconds = math.inf
         self.beat_at = math.inf
         self._server_peer = Peer(time.monotonic())
-        # Questions of other ranks.
-        self._pushes: deque[Message] = deque()
+        # Inquiries of the server.
+        self._inquiries: deque[Message] = deque()
         self._answering: threading.Thread | None = None
-        self._followed: dict[str, tuple[int, OnAsked]] = {}
         self.callbacks = Callbacks()
         _connections.add(self)
 
@@ -192,7 +185,7 @@ class Connection:
             timeout_seconds: the caller's deadline.
             frame_type, fields: the type and the fields of the request.
             shown_seconds: the timeout to name in error texts, if it is not `timeout_seconds`.
-            arriving: see RendezvousClient.agree.
+            arriving: see RendezvousClient.exchange.
 
         Raises:
             InvalidArgument, RendezvousError, RendezvousTimeout, RankFailed, CollectiveTimeout, CommunicatorClosed: see
@@ -374,7 +367,7 @@ class Connection:
     def _handle(self, message: Message) -> None:
         """Handles one message of the server. Never waits, and calls no callback.
 
-        Passes an answer to the request that waits for it, passes a question to the answering thread, or records the
+        Passes an answer to the request that waits for it, passes an inquiry to the answering thread, or records the
         failure of the generation.
         """
         kind = message.type
@@ -383,8 +376,8 @@ class Connection:
         elif kind is FrameType.FAILED and message.fields[0] == TO_GENERATION:
             if self.failure is None:
                 self._fail(failure_of(message, self.label))
-        elif kind in (FrameType.ASKED, FrameType.STATUS_REQUEST):
-            self._push(message)
+        elif kind is FrameType.STATUS_REQUEST:
+            self._answer_later(message)
         elif kind is FrameType.VALUES:
             pending = self._pending.get(message.fields[0])
             if pending is not None:
@@ -400,7 +393,7 @@ class Connection:
         pending = self._pending.pop(sequence, None)
         if pending is not None:
             pending.answer = answer
-            if pending.arriving is not None and answer is not None and answer.type is FrameType.REPLY:
+            if pending.arriving is not None and answer is not None and answer.type is FrameType.VALUES:
                 arrivals, item = pending.arriving
                 arrivals.append(item)
             pending.is_over.release()
@@ -459,57 +452,28 @@ class Connection:
     def _server_name(self) -> str:
         return f"the rendezvous server at {self.address}{f' (pid {self._server.pid})' if self._server.pid else ''}"
 
-    # Questions of other ranks.
+    # Inquiries of the server.
 
-    def follow(self, group: str, rank: int, on_asked: OnAsked) -> None:
-        """Sets the callback for the questions of other members of a group about the group's positions."""
-        if group in self._followed:
-            raise InvalidArgument(f"{self.label}: group {group!r} is followed already; unfollow it first")
-        self._followed[group] = rank, on_asked
-
-    def unfollow(self, group: str) -> None:
-        """Removes the callback; a running call of the callback still finishes. Idempotent."""
-        self._followed.pop(group, None)
-
-    def _push(self, message: Message) -> None:
-        """Queues a message for the answering thread; starts this thread if it is not running."""
-        self._pushes.append(message)
+    def _answer_later(self, inquiry: Message) -> None:
+        """Queues an inquiry of the server for the answering thread; starts this thread if it is not running."""
+        self._inquiries.append(inquiry)
         if self._answering is None:
-            thread = threading.Thread(target=self._answer_pushes, name="gradsync-answers", daemon=True)
+            thread = threading.Thread(target=self._answer_inquiries, name="gradsync-answers", daemon=True)
             self._answering = thread
             with contextlib.suppress(RuntimeError):  # the interpreter is ending, so no answer is needed any more
                 thread.start()
 
-    def _answer_pushes(self) -> None:
+    def _answer_inquiries(self) -> None:
         while True:
             try:
-                push = self._pushes.popleft()
+                self._inquiries.popleft()
             except IndexError:
                 self._answering = None
-                if not self._pushes:
+                if not self._inquiries:
                     return
-                continue  # the reader has added a push in between, and may have started another thread
+                continue  # the reader has added an inquiry in between, and may have started another thread
             with contextlib.suppress(ConnectionLost):  # the reader reports that the server is gone
-                if push.type is FrameType.ASKED:
-                    self._answer_question(*push.fields)
-                else:
-                    self._answer_inquiry()
-
-    def _answer_question(self, group: str, position: int) -> None:
-        """Reports the collective that this rank has launched at a position, if there is one."""
-        if group not in self._followed:
-            return
-        rank, on_asked = self._followed[group]
-        try:
-            event = on_asked(position)
-            if event is not None:
-                text = event.description[:MAX_EVENT_BYTES]  # ASCII; the rank publishes the other pieces itself
-                self.post(FrameType.SET, event_key(group, position, rank), text.encode(), True)
-                self.post(FrameType.LAUNCHED, group, position, operator.index(event.digest))
-        except ConnectionLost:
-            raise
-        except Exception:  # the rank that asks cannot handle the error
-            _log.exception("%s: position %d of group %r counts as not launched", self.label, position, group)
+                self._answer_inquiry()
 
     def _answer_inquiry(self) -> None:
         """Sends this rank's status to the server."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradsync.rendezvous.liveness import ProcessState
 
@@ -63,8 +63,6 @@ class FrameType(enum.IntEnum):
     REPORT_FAILURE = 25
     CANCEL = 26
     LEAVE = 27
-    AGREE = 28
-    LAUNCHED = 29
     HEARTBEAT = 31
     STUCK = 33
     STATUS = 34
@@ -74,7 +72,6 @@ class FrameType(enum.IntEnum):
     REFUSED = 65
     TIMED_OUT = 66
     FAILED = 67
-    ASKED = 69
     PULSE = 71
     STATUS_REQUEST = 72
     VALUES = 74
@@ -201,8 +198,6 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.CANCEL: (_REQUEST,),
     FrameType.LEAVE: (_NAME, _MEMBERS, _POSITION),
     FrameType.LEFT_RANKS: (_NAME, _MEMBERS),
-    FrameType.AGREE: (_GROUP, _POSITION, _DIGEST, _MEMBERS),
-    FrameType.LAUNCHED: (_GROUP, _POSITION, _DIGEST),
     FrameType.HEARTBEAT: (PROGRESS,),
     FrameType.STUCK: (
         _GROUP,
@@ -217,7 +212,6 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.REPLY: (_REQUEST, Field("value", "nil, a boolean, bytes or a list of numbers", _is_result)),
     FrameType.REFUSED: (_REQUEST, _integer("kind", 0, 1), _text("text", MAX_TEXT_BYTES)),
     FrameType.TIMED_OUT: (_REQUEST, _ranks("missing ranks"), _text("text", MAX_TEXT_BYTES)),
-    FrameType.ASKED: (_GROUP, _POSITION),
     FrameType.VALUES: (_REQUEST, _flag("is last"), _list("values", "a list of values", _VALUE)),
     FrameType.PULSE: (),
     FrameType.STATUS_REQUEST: (),
@@ -232,31 +226,10 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
 }
 
 
-class Decision(enum.IntEnum):
-    """The server's decision on one position of a group, the same for every rank that asked."""
-
-    AGREED = 0  # all members are about to run the same collective
-    MISMATCH = 1  # the members' collectives differ, and no member has launched
-    LAUNCHED = 2  # a member has already launched a different collective
-
-
-class LaunchedEvent(NamedTuple):
-    """The collective that a rank has launched at a position.
-
-    Attributes:
-        digest: the digest of the collective, an unsigned integer of 64 bits.
-        description: the text of a Description (communicators/agreement.py), for the other ranks' error; shortened to
-            48 KiB.
-    """
-
-    digest: int
-    description: str
-
-
 def event_key(group: str, position: int, rank: int) -> str:
     """Returns the key for the description of a rank's collective, which the ranks read if their collectives differ.
 
-    Each rank sets its own key. For a rank that has launched already, the thread that answers questions sets the key.
+    Each rank sets its own key.
     """
     return f"{event_prefix(group, rank)}/{position}"
 

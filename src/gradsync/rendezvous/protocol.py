@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gradsync.rendezvous.agreement_service import AgreementService
 from gradsync.rendezvous.frames import (
     REFUSED,
     THE_WORLD,
@@ -53,8 +52,7 @@ class Generation:
         self.failure: Failure | None = None
         self.keys = Keys(self.roster, waits)
         self.exchanges = Exchanges(self.roster, waits)
-        self.agreements = AgreementService(self.roster, waits)
-        self.departures = Departures(self.roster, (self.keys.forget, self.agreements.forget))
+        self.departures = Departures(self.roster, self.keys.forget)
         self.stuck = StuckCollectives(self.roster, waits)
 
     @property
@@ -78,7 +76,7 @@ class Generation:
     def rank_left(self, rank: int) -> list[Send]:
         """Fails the waits that need a rank that has left the world; removes the groups that all members have left."""
         self.departures.rank_left(rank)
-        return [*self.exchanges.rank_left(rank), *self.agreements.rank_left(rank), *self.keys.rank_left()]
+        return [*self.exchanges.rank_left(rank), *self.keys.rank_left()]
 
 
 class RendezvousCore:
@@ -399,7 +397,6 @@ _OF_CORE: dict[FrameType, Handler] = {
 }
 #: The frames that get no answer. The core ignores them if the generation does not run.
 _NOTED: dict[FrameType, Service] = {
-    FrameType.LAUNCHED: lambda generation: generation.agreements.report_launched,
     FrameType.STATUS: lambda generation: generation.stuck.record_status,
     FrameType.STUCK: lambda generation: generation.stuck.report,
 }
@@ -409,7 +406,6 @@ _ANSWERED: dict[FrameType, Service] = {
     FrameType.GET: lambda generation: generation.keys.get,
     FrameType.DELETE: lambda generation: generation.keys.delete,
     FrameType.EXCHANGE: lambda generation: generation.exchanges.arrive,
-    FrameType.AGREE: lambda generation: generation.agreements.ask,
     FrameType.LEFT_RANKS: lambda generation: generation.departures.left_ranks,
 }
 #: The frames of a member after which a generation may form or end.

@@ -61,7 +61,7 @@ class Request:
 
 
 class WaitTarget(Protocol):
-    """An object that requests wait for: the keys, a barrier, an agreement, or a generation that forms."""
+    """An object that requests wait for: the keys, an exchange, or a generation that forms."""
 
     def withdraw(self, request: Request) -> None:
         """Removes this request, as if it had never arrived."""
@@ -200,13 +200,13 @@ class Keys:
         return request.fail(self._roster.left_failure(gone, need))
 
 
-class Gathering:
-    """An exchange or agreement: its members wait until all members have arrived, each with a value.
+class Exchange:
+    """One exchange: its members wait until all members have arrived, each with a value.
 
     Args:
         ranks: the members.
         waits: the server's table of waiting requests.
-        open_ones, key: the dictionary of the open gatherings, and the key of this gathering in it. The gathering is
+        open_ones, key: the dictionary of the open exchanges, and the key of this exchange in it. The exchange is
             removed from the dictionary when it ends, or when all members that had arrived have withdrawn.
 
     Attributes:
@@ -254,7 +254,7 @@ class Gathering:
         return never_arrived(self.absent_ranks(), self._cancelled)
 
     def close(self) -> list[Request]:
-        """Ends the gathering; returns the requests that waited."""
+        """Ends the exchange; returns the requests that waited."""
         del self._open_ones[self.key]
         requests, self.waits = list(self.waits.values()), {}  # {}, because each request refers to its target in a cycle
         for request in requests:
@@ -262,7 +262,7 @@ class Gathering:
         return requests
 
     def fail(self, failure: Failure) -> list[Send]:
-        """Ends the gathering with a failure."""
+        """Ends the exchange with a failure."""
         return [request.fail(failure) for request in self.close()]
 
 
@@ -272,7 +272,7 @@ class Exchanges:
     def __init__(self, roster: Roster, waits: WaitTable) -> None:
         self._roster = roster
         self._waits = waits
-        self._open: dict[tuple[str, Members], Gathering] = {}
+        self._open: dict[tuple[str, Members], Exchange] = {}
 
     def arrive(self, request: Request, name: str, ranks: list[int] | None, value: bytes) -> list[Send]:
         """Records a rank's arrival and value; the last arrival releases all ranks."""
@@ -285,7 +285,7 @@ class Exchanges:
             return [request.refuse(f"exchange {name!r} {needed}")]
         exchange = self._open.get((name, members))
         if exchange is None:
-            exchange = Gathering(members, self._waits, self._open, (name, members))
+            exchange = Exchange(members, self._waits, self._open, (name, members))
         if request.rank in exchange.waits:
             return [request.refuse(f"{self._roster.label(request.rank)} already waits in {name!r}")]
         exchange.arrive(request, value)
@@ -299,11 +299,11 @@ class Exchanges:
         waiting = [exchange for exchange in self._open.values() if rank in exchange.ranks]
         return [send for exchange in waiting for send in self._fail(exchange, rank)]
 
-    def _fail(self, exchange: Gathering, left: int) -> list[Send]:
+    def _fail(self, exchange: Exchange, left: int) -> list[Send]:
         return exchange.fail(self._roster.left_failure(left, f"{exchange.key[0]!r} needs this rank"))
 
 
-def _release(exchange: Gathering) -> list[Send]:
+def _release(exchange: Exchange) -> list[Send]:
     """Answers the members with all values. If all values are empty, as at a barrier, the answer has no list."""
     values = [value for _, value in sorted(exchange.values.items())]
     requests = exchange.close()
@@ -334,16 +334,16 @@ class Departures:
     """The ranks that have left each group, and the number of collectives that each rank had begun in the group.
 
     A member that has waited too long for other members asks which members have left. Once every member has left the
-    group or the world, the server removes the group's entries, because a run may make many groups.
+    group or the world, the server removes the group's keys, because a run may make many groups.
 
     Args:
         roster: the members of the generation.
-        removers: functions that take a group's name; each removes one kind of the group's entries.
+        forget: a function that takes a group's name, and removes the group's keys.
     """
 
-    def __init__(self, roster: Roster, removers: Iterable[Callable[[str], None]]) -> None:
+    def __init__(self, roster: Roster, forget: Callable[[str], None]) -> None:
         self._roster = roster
-        self._removers = tuple(removers)
+        self._forget = forget
         self._left: dict[tuple[str, Members], dict[int, int]] = {}
 
     def leave(self, request: Request, name: str, ranks: list[int] | None, position: int) -> None:
@@ -363,8 +363,7 @@ class Departures:
         left = self._left[name, members]
         if all(rank in left or rank in self._roster.left for rank in members):
             del self._left[name, members]
-            for remove in self._removers:
-                remove(name)
+            self._forget(name)
 
     def left_ranks(self, request: Request, name: str, ranks: list[int] | None) -> list[Send]:
         """Answers with the members that have left a group, each followed by its number of begun collectives."""

@@ -48,7 +48,6 @@ SMOKES = [
     Smoke("beside_peers", ("collectives", "--quick", "--only", "all_gather"), 6 * 4),
     Smoke("beside_peers", ("all_reduce", "--quick", "--only", "sizes"), 8 * 4),
     Smoke("gpu", ("--tiny",), 8, {"PYTHONPATH": str(STAND_IN)}),
-    Smoke("nccl_host_cost", ("--old", str(ROOT), "--quick"), 4),
     Smoke("beside_mpi4py", ("--rounds", "1"), 7),
     Smoke("network_partition", ("--rounds", "1"), 10),
     Smoke("rendezvous_scale", ("--quick",), 2),

@@ -59,8 +59,6 @@ def _samples() -> list[list[object]]:
         [FrameType.EXCHANGE, "b", [0, 1], b""],
         [FrameType.EXCHANGE, "x", [0, 1], b"v"],
         [FrameType.CANCEL, 2],
-        [FrameType.AGREE, "g", 0, 7, None],
-        [FrameType.LAUNCHED, "g", 0, 7],
         [FrameType.HEARTBEAT, {"g": 1}],
         [FrameType.STUCK, "g", None, 1, "all_reduce", 5000, [1], True],
         [FrameType.STATUS, {"g": [1, [[1, 7, "all_reduce", True]]]}, "report"],

@@ -11,15 +11,14 @@ from exploration.configuration import Configuration
 from exploration.configurations import CONFIGURATIONS
 from exploration.sealed_frames import wrongly_cut, wrongly_taken
 from exploration.search import Search, tell
-from exploration.steps import Launch, absent, agree, barrier, get_key, set_key, waiting
+from exploration.steps import absent, barrier, get_key, set_key, waiting
 
 from gradsync.rendezvous import protocol
-from gradsync.rendezvous.agreement_service import Agreement
-from gradsync.rendezvous.frames import Decision, FrameType
+from gradsync.rendezvous.frames import FrameType
 from gradsync.rendezvous.liveness import Peers
 from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.roster import Roster
-from gradsync.rendezvous.store import Gathering, Keys
+from gradsync.rendezvous.store import Exchange, Keys
 from gradsync.rendezvous.stuck import StuckCollective, StuckCollectives
 from gradsync.rendezvous.wire import Session
 
@@ -48,8 +47,6 @@ def test_a_session_takes_its_own_frames_in_order_and_no_other() -> None:
 PAIR = Configuration("pair", "", ((barrier(),), (barrier(),)), rare={"crash": 1, "report": 1, "cancel": 1, "leave": 1})
 MEETING = Configuration("meeting", "", ((), (), ()), attempts=2, is_formed=False, rare={"crash": 2, "impostor": 1})
 THREE = Configuration("three", "", ((barrier(),), (), ()), rare={"crash": 2, "leave": 1, "report": 2})
-AGREEING = Configuration("agreeing", "", ((agree(0, 1),), (agree(0, 2),)))
-PASSING = Configuration("passing", "", ((agree(0, 1),), (Launch("g", 0, 2),)))
 READING = Configuration("reading", "", ((set_key("k", b"1"), set_key("k", b"2")), (get_key("k"),)))
 SILENT = Configuration("silent", "", ((), ()), listens=True, rare={"leave": 2, "stop": 1})
 MISSING = Configuration("missing", "", ((waiting(1), absent(1)), (), ()))
@@ -105,11 +102,11 @@ def _the_failed_generation_goes_on(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_barrier_lets_one_through(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Gathering, "is_complete", property(lambda self: bool(self.values)))
+    patch.setattr(Exchange, "is_complete", property(lambda self: bool(self.values)))
 
 
 def _who_gave_up_still_counts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Gathering, "withdraw", lambda self, wait: None)
+    patch.setattr(Exchange, "withdraw", lambda self, wait: None)
 
 
 def _deadlines_are_not_kept(patch: pytest.MonkeyPatch) -> None:
@@ -123,11 +120,7 @@ def _clocks_are_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def _rounds_are_kept_open(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Gathering, "close", lambda self: list(self.waits.values()))
-
-
-def _who_differs_is_told_the_same(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Agreement, "decision", lambda self: Decision.AGREED if len(self.values) == len(self.ranks) else None)
+    patch.setattr(Exchange, "close", lambda self: list(self.waits.values()))
 
 
 def _the_first_value_stays(patch: pytest.MonkeyPatch) -> None:
@@ -173,8 +166,6 @@ BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], Configuration, str]] = 
     (_deadlines_are_not_kept, PAIR, "a_cancel_is_answered"),
     (_clocks_are_kept, SILENT, "nothing_is_kept_of_who_has_gone"),
     (_rounds_are_kept_open, PAIR, "the_core_keeps_the_same_books"),
-    (_who_differs_is_told_the_same, AGREEING, "a_verdict_is_true"),
-    (_who_differs_is_told_the_same, PASSING, "a_verdict_is_true"),
     (_the_first_value_stays, READING, "values_are_those_that_were_set"),
     (_who_waits_is_missed, MISSING, "nobody_who_came_is_absent"),
     (_a_frame_is_taken_again, FRAMES, "the_core_keeps_the_same_books"),

@@ -21,14 +21,11 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message, Run, part_of
 from gradsync.communicators.failures import FailureMonitor
+from gradsync.communicators.nccl.comparison import Comparison, Direction
 from gradsync.communicators.nccl.device_arrays import DeviceArrays
 from gradsync.communicators.nccl.kernels import FusedPacker, pack_layout
 from gradsync.communicators.nccl.launch import Events, Launch, as_stream, refuse_capturing
 from gradsync.communicators.nccl.library import Nccl
-from gradsync.communicators.nccl.speculative_agreement import (
-    Direction,
-    NcclAgreements,
-)
 from gradsync.communicators.nccl.store_path import StorePath
 from gradsync.communicators.nccl.watcher import Watched
 from gradsync.diagnostics import trace
@@ -93,18 +90,15 @@ class NcclBackend(Backend):
         self._last: Launch | None = None
         self._nccl = nccl = Nccl(client, device_id, group, deadline)
         try:
-            self._agreements = NcclAgreements(client, group, self.label, timeout_seconds, self._failures)
-            self._watched = Watched(self, nccl, self._failures, self._agreements)
+            self._comparison = Comparison(client, group, self.label, timeout_seconds, self._failures)
+            self._watched = Watched(self, nccl, self._failures)
         except BaseException:
             nccl.abort()  # the caller reports the error to the other ranks
             raise
         # The finalizer does not run at interpreter exit: there the process group closes its communicators, and other
         # communicators cannot hang (see library.py).
-        rest = partial(_end_rest, self._watched, self._agreements, client)
+        rest = partial(_end_rest, self._watched, self._comparison, client)
         weakref.finalize(self, nccl.leave, rest).atexit = False
-
-    def agree_always(self) -> None:
-        self._agreements.always_ask()
 
     # -- Reductions ----------------------------------------------------------------------------------------------
 
@@ -289,14 +283,12 @@ class NcclBackend(Backend):
         launch.peers = [self.ranks[message.peer] for message in messages.values()]
         try:
             agreements = {direction: message.agreement for direction, message in messages.items()}
-            for agreed in self._agreements.on_messages(agreements):
+            for direction in self._comparison.compare_messages(agreements):
                 launch.has_begun = True
-                launch.seen_started_at = None  # the time limit begins anew for each group
+                launch.seen_started_at = None  # the time limit begins anew for each message
                 self._watched.call = launch
-                with self._nccl.group():
-                    for direction in agreed:
-                        move = self._nccl.send if direction[0] == self.rank else self._nccl.receive
-                        move(messages[direction].flat, messages[direction].peer)
+                move = self._nccl.send if direction[0] == self.rank else self._nccl.receive
+                move(messages[direction].flat, messages[direction].peer)
                 self._watched.call = None
         except GradsyncError as error:
             self._raise_after(error)
@@ -322,11 +314,9 @@ class NcclBackend(Backend):
             self._watched.raise_failure()
         launch = self._launch
         if self.world_size > 1:
-            self._watched.call = None  # the agreement has a deadline of its own
+            self._watched.call = None  # the comparison has a deadline of its own
             try:
-                of_all = self._agreements.of_all
-                if not of_all.repeats(agreement):
-                    of_all.ask(agreement)
+                self._comparison.compare(agreement)
             except GradsyncError as error:
                 self._raise_after(error)
         if launch is not None:  # set before any call of NCCL, because the call may block
@@ -339,11 +329,8 @@ class NcclBackend(Backend):
         self.bring_back(token, np.zeros(1, np.int32), self._launch)  # makes the host wait
 
     def _raise_after(self, error: GradsyncError) -> NoReturn:
-        """Raises the error of a failed agreement, or the failure that caused it."""
-        if isinstance(error, PlanMismatch):
-            if error.broken:
-                self._watched.fail(error, is_raised=True)
-        elif not isinstance(error, NcclError):  # _Launching finds the cause of NCCL's errors
+        """Raises the error of a comparison, or the failure that caused it."""
+        if not isinstance(error, (NcclError, PlanMismatch)):  # _Launching finds the cause of NCCL's errors
             self._watched.raise_cause(error)
         raise error
 
@@ -414,7 +401,7 @@ class NcclBackend(Backend):
         return _Launching(self, stream, producers)
 
     def announce_close(self) -> None:
-        self._agreements.announce_closed()
+        self._comparison.announce_closed()
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
         aborted = CommunicatorClosed(f"{self.label}: the communicator was aborted: {reason}")
@@ -422,7 +409,7 @@ class NcclBackend(Backend):
 
     def raise_if_ended(self, missing: list[int]) -> None:
         self._watched.raise_failure()
-        self._agreements.raise_if_members_closed(missing)
+        self._comparison.raise_if_closed(missing)
 
     def make_host_path(self) -> StorePath:
         group = self.recorder.group
@@ -431,13 +418,13 @@ class NcclBackend(Backend):
     def _raise_end(self) -> None:
         """Raises the communicator's failure, or RankFailed if another rank has closed the communicator."""
         self._watched.raise_failure()
-        self._agreements.raise_if_closed()
+        self._comparison.raise_if_closed()
 
     def release(self) -> None:
         if not self._watched.has_failed():
             self.drain()
         self._watched.stop()
-        self._agreements.close()
+        self._comparison.close()
         if not self._watched.has_failed():
             self._nccl.destroy()
 
@@ -551,9 +538,9 @@ def _follow(stream: Any, marks: Sequence[Any]) -> None:
         stream.wait_event(event)
 
 
-def _end_rest(watched: Watched, agreements: NcclAgreements, client: RendezvousClient) -> None:
-    """Ends the checks for failures and the answers to other ranks, after Python has collected a communicator."""
+def _end_rest(watched: Watched, comparison: Comparison, client: RendezvousClient) -> None:
+    """Ends the checks for failures and the comparisons, after Python has collected a communicator."""
     watched.stop()
-    agreements.close()
+    comparison.close()
     if client.name:  # only a group's client has a name; the world's client stays open
         client.close()

@@ -22,10 +22,9 @@ import cupy
 
 from gradsync.communicators.agreement import on_behalf
 from gradsync.communicators.backend import Backend
-from gradsync.communicators.failures import CAUSE_SECONDS, TEXTS_WITHIN_SECONDS, FailureMonitor, await_cause
+from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.nccl.launch import CUDA_SUCCESS, Launch
 from gradsync.communicators.nccl.library import Nccl
-from gradsync.communicators.nccl.speculative_agreement import NcclAgreements
 from gradsync.diagnostics import Entry
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
 from gradsync.rendezvous.client import RendezvousClient
@@ -36,7 +35,6 @@ _BUSY_SECONDS = 0.005  # the pause between checks while a launch runs; a done-ca
 # itself checks the oldest launches. Later calls check again only when there are twice as many launches, because a check
 # costs as much as a launch, and a GPU that is behind stays behind for a while.
 _LEFT_TO_WATCHER = 8
-_SUSPICIOUS_AFTER_SECONDS = 1.0  # after this time, the watcher checks whether a rank has closed
 
 
 class Watched:
@@ -46,7 +44,6 @@ class Watched:
         backend: the communicator's backend, to which this object keeps only a weak reference.
         nccl: this rank's NCCL communicator.
         failures: the failures that the server reports.
-        agreements: the object with which the communicator's ranks agree on the next collective.
 
     Attributes:
         call: the launch whose NCCL call has not returned; None if no call runs. A call may block, because NCCL may
@@ -55,7 +52,7 @@ class Watched:
         failure: the error that has broken the communicator; None if it is not broken.
     """
 
-    def __init__(self, backend: Backend, nccl: Nccl, failures: FailureMonitor, agreements: NcclAgreements) -> None:
+    def __init__(self, backend: Backend, nccl: Nccl, failures: FailureMonitor) -> None:
         assert backend.client is not None
         self.call: Launch | None = None
         self.failure: BaseException | None = None
@@ -65,7 +62,6 @@ class Watched:
         self._timeout_seconds = backend.timeout_seconds
         self._nccl = nccl
         self._failures = failures
-        self._agreements = agreements
         self._running: deque[Launch] = deque()
         self._reaped_above = _LEFT_TO_WATCHER
         self._device_failure: NcclError | None = None  # the error of a launch that has ended
@@ -73,7 +69,6 @@ class Watched:
         self._reporting: threading.Event | None = None  # set when the server knows of this rank's failure
         self._lock = threading.RLock()  # reentrant, because a signal handler may run in the thread that holds it
         self._stopped = False
-        self._ask_about_closing_at = 0.0
         _watch(self)
 
     def add(self, launch: Launch) -> None:
@@ -142,13 +137,8 @@ class Watched:
         with self._lock:
             return self.failure is not None
 
-    def fail(self, error: GradsyncError, *, is_raised: bool = False) -> None:
-        """Ends the communicator because the watcher or an agreement has found a failure.
-
-        Args:
-            error: the failure.
-            is_raised: whether the caller raises the failure.
-        """
+    def fail(self, error: GradsyncError) -> None:
+        """Ends the communicator because the watcher has found a failure."""
         # All ranks know a failure that the server has reported. A failure that only this rank knows must be reported to
         # the server.
         own = isinstance(error, (CollectiveTimeout, NcclError)) and self._failures.failure() is None
@@ -156,7 +146,7 @@ class Watched:
         if backend is not None and self.abort(error, describe(error) if own else None):
             lifetime = getattr(backend, "lifetime", None)  # None before the Communicator is made
             if lifetime is not None:
-                lifetime.fail(error, is_raised=is_raised)
+                lifetime.fail(error)
 
     def abort(self, error: BaseException, reason: str | None, culprit: int | None = None) -> bool:
         """Breaks the communicator, and ends its launches, with an error. Returns False if it was broken before.
@@ -189,21 +179,14 @@ class Watched:
                 self.raise_failure()
                 if isinstance(error, NcclError):  # the server may report the cause later
                     await_cause(CAUSE_SECONDS, self._raise_known)
-                if self._agreements.were_overtaken:  # another thread is reading the other ranks' descriptions
-                    await_cause(TEXTS_WITHIN_SECONDS + CAUSE_SECONDS, self.raise_failure)
-                if isinstance(error, NcclError):
-                    self._agreements.raise_if_closed()
             except GradsyncError as cause:
                 raise cause from error
         raise error
 
     def _raise_known(self) -> None:
-        """Raises a failure that another thread has found, that the server has reported, or that an agreement shows."""
+        """Raises a failure that another thread has found, or that the server has reported."""
         self.raise_failure()
         self._failures.check()
-        overtaken = self._agreements.overtaken()
-        if overtaken is not None:
-            raise overtaken
 
     def stop(self) -> None:
         """Makes the watcher check only whether launches have ended, and ignore failures. Returns at once."""
@@ -283,9 +266,6 @@ class Watched:
             )
         if several:
             self._failures.warn(waited_seconds, launch.peers, entry)
-        if not is_call and waited_seconds >= _SUSPICIOUS_AFTER_SECONDS and now >= self._ask_about_closing_at:
-            self._ask_about_closing_at = now + _SUSPICIOUS_AFTER_SECONDS
-            self._agreements.raise_if_closed()
 
 
 def _report_failure(

@@ -5,9 +5,7 @@ from __future__ import annotations
 from exploration.configuration import Configuration
 from exploration.steps import (
     ID,
-    Launch,
     absent,
-    agree,
     barrier,
     delete,
     exchange,
@@ -59,18 +57,6 @@ CONFIGURATIONS = (
             (barrier("pair", ranks=(1, 2)),),
         ),
         rare={"cancel": 1, "report": 1},
-    ),
-    Configuration(
-        "agreement",
-        "one rank asks, the others go ahead and are asked; one of them has gone ahead with something else",
-        programs=((agree(0, 7),), (Launch("g", 0, 7),), (Launch("g", 0, 8),)),
-        rare={"crash": 1, "leave": 1},
-    ),
-    Configuration(
-        "agreement of two",
-        "two positions, at the second of which they differ; questions are given up, left alone, or ended by a deadline",
-        programs=((agree(0, 7), agree(1, 8)), (Launch("g", 0, 7), Launch("g", 1, 9))),
-        rare={"crash": 1, "cancel": 1, "leave": 1},
     ),
     Configuration(
         "unique id",

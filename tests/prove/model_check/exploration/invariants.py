@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from exploration.ledger import ANSWERS, Era, Turn
-from gradsync.rendezvous.frames import STUCK, Close, Decision, FrameType, Message, Received, Send
+from gradsync.rendezvous.frames import STUCK, Close, FrameType, Message, Received, Send
 from gradsync.rendezvous.roster import LEFT_PHASE
 
 
@@ -152,27 +152,6 @@ def a_barrier_releases_all_or_none(turn: Turn) -> str | None:
     return None
 
 
-def a_verdict_is_true(turn: Turn) -> str | None:
-    """AGREED: all do the same. MISMATCH: all wait, and differ. LAUNCHED: one is ahead with another. And it stays."""
-    for answer in turn.answers:
-        asked, era = turn.asked(answer), turn.era_at(answer.connection)
-        if answer.type is not FrameType.REPLY or asked is None or asked.type is not FrameType.AGREE or era is None:
-            continue
-        verdict, position = answer.fields[1]
-        words = era.words.get((asked.fields[0], position), {})
-        digests = {word.digest for word in words.values()}
-        is_all, has_passed = len(words) == len(era.members), any(word.has_passed for word in words.values())
-        known = era.decided.get((asked.fields[0], asked.fields[1]))
-        is_true = {
-            Decision.AGREED: known == verdict or (is_all and len(digests) == 1),
-            Decision.MISMATCH: known == verdict or (is_all and len(digests) > 1 and not has_passed),
-            Decision.LAUNCHED: position <= asked.fields[1] and has_passed and len(digests) > 1,
-        }[Decision(verdict)]
-        if not is_true or known not in (None, verdict):
-            return f"verdict {Decision(verdict).name} at {position} of {words}, known before: {known}"
-    return None
-
-
 def values_are_those_that_were_set(turn: Turn) -> str | None:
     """A read brings what was set last, and an exchange what each rank has brought."""
     for answer in turn.answers:
@@ -234,7 +213,6 @@ TURN_INVARIANTS: tuple[Callable[[Turn], str | None], ...] = (
     requests_of_a_failed_generation_fail,
     only_who_has_left_is_missed_as_left,
     a_barrier_releases_all_or_none,
-    a_verdict_is_true,
     values_are_those_that_were_set,
     a_cancel_is_answered,
     nobody_who_came_is_absent,

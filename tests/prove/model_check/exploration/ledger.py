@@ -26,16 +26,8 @@ from gradsync.rendezvous.roster import LEFT_PHASE
 ANSWERS = (*(FrameType.REPLY, FrameType.REFUSED, FrameType.TIMED_OUT, FrameType.FAILED, FrameType.VALUES),)
 ASKS = (
     *(FrameType.JOIN, FrameType.SET, FrameType.GET, FrameType.DELETE, FrameType.EXCHANGE),
-    *(FrameType.AGREE, FrameType.LEFT_RANKS),
+    FrameType.LEFT_RANKS,
 )
-
-
-@dataclass(slots=True)
-class Word:
-    """What a rank has said that it does at one position of a group."""
-
-    digest: int
-    has_passed: bool
 
 
 @dataclass(slots=True)
@@ -49,8 +41,6 @@ class Era:
     verdict: tuple[Any, ...] | None = None  # the failure, word for word, as it was told first
     begun: dict[int, int] = field(default_factory=dict)  # rank -> the collective in which it says it waits
     has_claim: bool = False  # that a collective has reached its deadline
-    words: dict[tuple[str, int], dict[int, Word]] = field(default_factory=dict)
-    decided: dict[tuple[str, int], int] = field(default_factory=dict)
     values: dict[str, bytes] = field(default_factory=dict)
 
     @property
@@ -228,31 +218,18 @@ class Ledger:
         era, rank = self.seats[send.connection]
         if send.type is FrameType.FAILED and send.fields[3] != LEFT_PHASE:
             era.verdict = send.fields[1:]
-        if send.type in (FrameType.TIMED_OUT, FrameType.FAILED):
-            self._withdraw_word(era, rank, asked)
         if asked.type is FrameType.JOIN:
             if send.type is FrameType.REPLY:
                 self.numbers = era.number = send.fields[1][0]
             elif send.type is FrameType.TIMED_OUT:
                 del era.members[rank]
-        elif asked.type is FrameType.AGREE and send.type is FrameType.REPLY:
-            era.decided[asked.fields[0], asked.fields[1]] = send.fields[1][0]
         elif send.type is FrameType.REPLY:
             _settle_reply(era, asked, send.fields[1])
-
-    def _withdraw_word(self, era: Era, rank: int, asked: Message) -> None:
-        if asked.type is FrameType.AGREE:
-            era.words.get((asked.fields[0], asked.fields[1]), {}).pop(rank, None)
 
     def _remove_connection(self, connection: int) -> None:
         self.open.pop(connection, None)
         self.told.discard(connection)
-        seat = self.seats.pop(connection, None)
-        if seat is not None and seat[0].number is not None:
-            for word_of in seat[0].words.values():
-                word = word_of.get(seat[1])
-                if word is not None and not word.has_passed:
-                    del word_of[seat[1]]
+        self.seats.pop(connection, None)
 
     def _drop_deserted(self) -> None:
         occupied = {id(era) for era, _ in self.seats.values()}
@@ -264,10 +241,6 @@ def _take_word(era: Era, rank: int, message: Message) -> None:
     if message.type is FrameType.STUCK:
         era.begun[rank] = max(message.fields[2], era.begun.get(rank, 0))
         era.has_claim = era.has_claim or message.fields[6]
-    elif message.type in (FrameType.AGREE, FrameType.LAUNCHED):
-        place = message.fields[0], message.fields[1]
-        word = Word(message.fields[2], message.type is FrameType.LAUNCHED)
-        era.words.setdefault(place, {}).setdefault(rank, word)
 
 
 def _settle_reply(era: Era, asked: Message, value: Any) -> None:

@@ -10,7 +10,7 @@ from exploration.core_side import CoreSide, Violation
 from exploration.ledger import Ledger
 from exploration.moves import DELIVERIES, next_step, open_moves
 from exploration.state_invariants import STATE_INVARIANTS
-from exploration.steps import Ask, Launch, agree, join, report
+from exploration.steps import Ask, join, report
 from exploration.world import FIRST_PID, Life, RankModel, Wire, World, new_core
 from gradsync.rendezvous.frames import THE_WORLD, TO_GENERATION, FrameType, Lost, Message, Received, Tick
 
@@ -98,26 +98,8 @@ class Model:
         model.next_step += 1
         if isinstance(step, Ask):
             self._ask(world, model, step)
-        elif isinstance(step, Launch):
-            self._launch(world, model, step)
         elif step is not None:
             self._say(world, model, step.type, step.fields)
-
-    def _launch(self, world: World, model: RankModel, step: Launch) -> None:
-        """Goes ahead without a word, unless another rank has asked about this very position."""
-        place = step.group, step.position
-        if place in model.asked:
-            self._ask(world, model, agree(step.position, step.digest, group=step.group))
-        else:
-            model.launched[place] = step.digest
-
-    def _read(self, world: World, rank: int) -> None:
-        model = world.ranks[rank]
-        place = model.unread.pop(0)
-        if place in model.launched:
-            self._say(world, model, FrameType.LAUNCHED, (*place, model.launched[place]))
-        else:
-            model.asked.add(place)
 
     def _answer(self, world: World, rank: int) -> None:
         model = world.ranks[rank]
@@ -255,9 +237,7 @@ class Model:
         model = world.rank_of(connection)
         if model is None:
             return
-        if frame_type is FrameType.ASKED:
-            model.unread.append((fields[0], fields[1]))
-        elif frame_type is FrameType.STATUS_REQUEST:
+        if frame_type is FrameType.STATUS_REQUEST:
             model.is_asked = True
         elif frame_type is FrameType.FAILED and fields[0] == TO_GENERATION:
             model.life, model.waits_for = Life.OVER, None

@@ -38,7 +38,6 @@ def _moves_of(configuration: Configuration, world: World, model: RankModel) -> I
     if model.may_act:
         if model.life in (Life.READY, Life.OVER) and next_step(configuration, model) is not None:
             yield "step"
-        yield from ("read",) if model.unread else ()
         yield from ("answer",) if model.is_asked else ()
         yield from ("goodbye",) if model.life is Life.OVER else ()
     for fate in FATES:

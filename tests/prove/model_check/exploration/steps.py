@@ -1,4 +1,4 @@
-"""What a rank of the model does, one step after the other: it asks, tells, goes ahead, or leaves."""
+"""What a rank of the model does, one step after the other: it asks, tells, or leaves."""
 
 from __future__ import annotations
 
@@ -23,19 +23,11 @@ class Tell(NamedTuple):
     fields: tuple[Any, ...]
 
 
-class Launch(NamedTuple):
-    """A collective that the rank expects to be the same on all: it goes ahead, unless it was asked about it before."""
-
-    group: str
-    position: int
-    digest: int
-
-
 class Leave(NamedTuple):
     """The orderly goodbye."""
 
 
-Step = Ask | Tell | Launch | Leave
+Step = Ask | Tell | Leave
 LEAVE = Leave()
 
 
@@ -49,10 +41,6 @@ def barrier(name: str = "b", *, ranks: tuple[int, ...] | None = None) -> Ask:
 
 def exchange(value: bytes) -> Ask:
     return Ask(FrameType.EXCHANGE, ("x", None, value))
-
-
-def agree(position: int, digest: int, *, group: str = "g") -> Ask:
-    return Ask(FrameType.AGREE, (group, position, digest, None))
 
 
 def set_key(key: str, value: bytes, *, replaces: bool = True) -> Ask:

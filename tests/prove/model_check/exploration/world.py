@@ -38,9 +38,6 @@ class RankModel:
     joined: int = 0  # the number of its generation
     attempts: int = 0  # how often it has tried to join
     is_stopped: bool = False
-    launched: dict[tuple[str, int], int] = field(default_factory=dict)  # the digest, by group and position
-    asked: set[tuple[str, int]] = field(default_factory=set)  # the questions of others that it has read
-    unread: list[tuple[str, int]] = field(default_factory=list)  # and those that it has not
     is_asked: bool = False  # the server has requested its status
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed, RendezvousError, RendezvousTimeout
-from gradsync.rendezvous.frames import Decision
 from gradsync.rendezvous.roster import LEFT_PHASE
 from simulation.rank import Diary
 from simulation.run import Outcome
@@ -191,8 +190,6 @@ def _fit(name: str, values: list[object]) -> bool:
         return all(value == [b"%d" % rank for rank in range(len(value))] for value in values)  # type: ignore[arg-type]
     if what == "left_ranks":
         return len(values) == 1
-    if what == "agree":
-        return set(values) == {Decision.AGREED}
     if what == "get":
         return set(values) == {number.encode()}
     if what == "unique_id":

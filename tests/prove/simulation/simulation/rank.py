@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.frames import Decision
 from simulation.scenario import Fault, Scenario, Step
 from simulation.substitution import Machine
 
@@ -133,12 +132,6 @@ class SimulatedRank:
 
     def _barrier(self, client: RendezvousClient, step: Step) -> None:
         self._call(f"barrier {step.number}", CALL_SECONDS, lambda: client.barrier("all", timeout_seconds=CALL_SECONDS))
-
-    def _agree(self, client: RendezvousClient, step: Step) -> None:
-        def agree() -> Decision:
-            return client.agree("world", step.number, 7, timeout_seconds=CALL_SECONDS)
-
-        self._call(f"agree {step.number}", CALL_SECONDS, agree)
 
     def _unique_id(self, client: RendezvousClient, step: Step) -> None:
         root = step.number % self._scenario.world_size

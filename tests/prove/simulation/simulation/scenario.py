@@ -18,7 +18,6 @@ _WEATHERS = (
 _WEIGHTS = (43, 30, 15, 10, 2)
 KINDS = (
     "barrier",
-    "agree",
     "unique id",
     "keys",
     "exchange",
