@@ -1,8 +1,9 @@
-"""Ranks with different numbers of batches: a rank without a batch takes part with zeros.
+"""Ranks with different numbers of batches: each rank hands over sums, and the number of its samples.
 
     gradsync run -n 2 examples/uneven_batches.py
 
-121 samples are not a multiple of two ranks, nor of the batch size. No sample is left out or repeated.
+121 samples are not a multiple of two ranks, nor of the batch size. No sample is left out or repeated, and each step is
+the step of one process that takes the batches of all ranks as one.
 """
 
 import numpy as np
@@ -12,30 +13,38 @@ import gradsync as gs
 SAMPLES = 121
 BATCH = 4
 
-with gs.init_process_group() as comm:
+
+def train(epochs):
+    """Returns weights and bias, in one array, after each step."""
     rng = np.random.default_rng(0)  # all ranks make the same data; each rank takes its share below
     x = rng.normal(size=(SAMPLES, 3))
     y = x @ [1.0, 2.0, 3.0] + 4.0
-    state = {"weights": np.zeros(3), "bias": np.zeros(1), "steps": 0}
-    sync = gs.AllreduceCallback("mean")
-
-    for epoch in range(10):
+    weights, bias, history = np.zeros(3), np.zeros(1), []
+    sync = gs.AllreduceCallback("sum")
+    for epoch in range(epochs):
         mine = gs.shard_indices(SAMPLES, epoch, uneven="keep")
-        batches = [mine[begin : begin + BATCH] for begin in range(0, len(mine), BATCH)]
-        with sync.join() as joined:  # ends when no rank has a batch any more
-            for batch in batches:
-                error = x[batch] @ state["weights"] + state["bias"] - y[batch]
-                with sync.backward():
-                    grad_weights = sync("weights", 2 * error @ x[batch] / len(batch))
-                    grad_bias = sync("bias", 2 * error.mean(keepdims=True))
-                state["weights"] -= 0.1 * grad_weights.result()
-                state["bias"] -= 0.1 * grad_bias.result()
-                state["steps"] += 1
-        # A rank without batches has missed the last steps: all ranks take the state of a rank that made these steps.
-        state = gs.broadcast_tree(state, root=joined.last_rank)
+        batches = iter([mine[begin : begin + BATCH] for begin in range(0, len(mine), BATCH)])
+        while True:
+            batch = next(batches, mine[:0])  # a rank without a batch hands over zeros: sums over no samples
+            error = x[batch] @ weights + bias - y[batch]
+            with sync.backward():
+                sum_weights = sync("weights", 2 * error @ x[batch])
+                sum_bias = sync("bias", 2 * error.sum(keepdims=True))
+                samples = sync("samples", np.array(float(len(batch))))
+            total = samples.result()
+            if total == 0:  # no rank has a batch any more: all ranks end the epoch in this step
+                break
+            weights = weights - 0.1 * sum_weights.result() / total
+            bias = bias - 0.1 * sum_bias.result() / total
+            history.append(np.concatenate([weights, bias]))
+    return history
 
-    gs.check_consistency({"weights": state["weights"], "bias": state["bias"]})
-    by_rank = comm.objects.all_gather(len(batches))
-    if comm.rank == 0:
-        weights, bias = state["weights"].round(3), state["bias"].round(3)
-        print(f"batches by rank {by_rank}, {state['steps']} steps: weights {weights}, bias {bias}")
+
+if __name__ == "__main__":
+    with gs.init_process_group() as comm:
+        history = train(10)
+        gs.check_consistency({"model": history[-1]})
+        by_rank = comm.objects.all_gather(len(gs.shard_indices(SAMPLES, uneven="keep")))
+        if comm.rank == 0:
+            weights, bias = history[-1][:3].round(3), history[-1][3:].round(3)
+            print(f"samples by rank {by_rank}, {len(history)} steps: weights {weights}, bias {bias}")

@@ -146,7 +146,6 @@ CONSTRUCTS = (
     "plain collectives",
     "asynchronous collectives",
     "done-callbacks",
-    "join",
     "callback made every epoch",
     "callback on rank 0 only",
     "changed before hand-over",
@@ -266,7 +265,7 @@ class Event:
         return [values(what, shape, dtype, member) for member in self.group.of(rank)]
 
 
-def reduced(arrays: Sequence[Host], op: str, count: int | None = None) -> Host:
+def reduced(arrays: Sequence[Host], op: str) -> Host:
     """The model of a reduction: added up exactly, divided once, in float32 or wider, and rounded once."""
     if op in ("max", "min"):
         return getattr(np, op)(np.stack(arrays), axis=0)
@@ -274,7 +273,7 @@ def reduced(arrays: Sequence[Host], op: str, count: int | None = None) -> Host:
     wide = np.dtype(np.float32) if dtype == np.float16 else dtype
     total = np.stack(arrays).astype(wide).sum(axis=0, dtype=wide)
     if op == "mean":
-        total = total / wide.type(len(arrays) if count is None else count)
+        total = total / wide.type(len(arrays))
     return np.asarray(total).astype(dtype)
 
 
@@ -411,46 +410,6 @@ class Interleaved(Event):
 
     def means(self, rank: int) -> dict[str, Any]:
         return self.one.means(rank) | self.two.means(rank)
-
-
-@dataclass
-class JoinLoop(Event):
-    """Uneven batches."""
-
-    callback: Callback
-    batches: list[int]  # by rank
-    constructs: ClassVar = ("join",)
-
-    def tag(self, batch: int, name: str) -> str:
-        return f"{self.number} batch {batch} {self.callback.label}.{name}"
-
-    def lines(self, rank: int, program: Program) -> list[str]:
-        callback = self.callback
-        lines = [f"with {callback.label}.join({callback.specs!r}) as joined:"]
-        for batch in range(self.batches[rank]):
-            handed, noted = [], []
-            for name, (shape, dtype) in callback.specs.items():
-                variable = callback.variable(name)
-                place = f"{variable}[...]" if callback.is_recurring else variable
-                lines.append(f"    {place} = {program.put(f'values({self.tag(batch, name)!r}, {shape}, {dtype!r})')}")
-                handed.append(f"{variable}_future = {callback.label}({name!r}, {variable})")
-                noted.append(f"note({self.tag(batch, name)!r}, host({variable}_future.result()))")
-            lines += indented([f"with {callback.label}.backward():", *indented(handed), *noted])
-        if not self.batches[rank]:
-            lines.append("    pass")
-        return [*lines, f"note('{self.number} last rank', joined.last_rank)"]
-
-    def means(self, rank: int) -> dict[str, Any]:
-        members = self.group.of(rank)
-        longest = max(self.batches[member] for member in members)
-        last = next(at for at, member in enumerate(members) if self.batches[member] == longest)
-        found: dict[str, Any] = {f"{self.number} last rank": last if longest and len(members) > 1 else 0}
-        for batch in range(self.batches[rank]):
-            present = [member for member in members if self.batches[member] > batch]
-            for name, (shape, dtype) in self.callback.specs.items():
-                arrays = [values(self.tag(batch, name), shape, dtype, member) for member in present]
-                found[self.tag(batch, name)] = reduced(arrays, self.callback.op)
-        return found
 
 
 @dataclass
@@ -852,18 +811,13 @@ def _draw_right(rng: Random, seed: int, backend: str, world_size: int, wanted: s
             )
         )
     steps: list[list[Event]] = []
-    join_at = rng.randrange(4) if chance(0.3) else None
-    # A rank that stands in repeats its last step, so that a callback with join() has all its gradients in each.
-    joined = rng.choice([c for c in callbacks if not c.is_zero and c.parameters != "arrays"] or [None])
-    for at in range(rng.randint(2, 4)):
+    for _ in range(rng.randint(2, 4)):
         step: list[Event] = []
         for callback in callbacks:
             if chance(0.9):
-                step.append(_draw_pass(rng, callback, world_size, is_whole=callback is joined and join_at is not None))
+                step.append(_draw_pass(rng, callback, world_size))
             if chance(0.35):
                 step.append(_draw_extra(rng, rng.choice(groups)))
-        if at == join_at and joined is not None:
-            step.append(JoinLoop(joined.group, joined, [rng.choice([0, 1, 2, 3]) for _ in range(world_size)]))
         _interleave(rng, step)
         if chance(0.3) and backend != "local":
             begun = _draw_collective(rng, rng.choice(groups))
@@ -875,7 +829,7 @@ def _draw_right(rng: Random, seed: int, backend: str, world_size: int, wanted: s
         if step:
             steps.append(step)
     if not steps:
-        steps.append([_draw_pass(rng, callbacks[0], world_size, is_whole=True)])
+        steps.append([_draw_pass(rng, callbacks[0], world_size)])
     program = Program(seed, backend, world_size, on_device, chance(0.16), groups, callbacks, steps, None)
     for number, event in enumerate(program.events):
         event.number = number
@@ -899,9 +853,9 @@ def _draw_group(rng: Random, world_size: int, wanted: str | None) -> Group:
     return Group("pair", (f"gs.new_group({list(chosen)})",) * world_size, (chosen,) * world_size)
 
 
-def _draw_pass(rng: Random, callback: Callback, world_size: int, *, is_whole: bool) -> Pass:
+def _draw_pass(rng: Random, callback: Callback, world_size: int) -> Pass:
     names = list(callback.specs)
-    if not callback.parameters and not is_whole and rng.random() < 0.15:  # a layer that is frozen for a step
+    if not callback.parameters and rng.random() < 0.15:  # a layer that is frozen for a step
         names = rng.sample(names, rng.randint(1, len(names)))
     orders = [list(names) for _ in range(world_size)]
     if callback.parameters:
@@ -1039,7 +993,7 @@ def _places(rng: Random, program: Program, kind: str) -> Iterator[Plant]:
 def _callbacks_of(event: Event) -> list[Callback]:
     if isinstance(event, Interleaved):
         return [event.one.callback, event.two.callback]
-    return [event.callback] if isinstance(event, (Pass, JoinLoop)) else []
+    return [event.callback] if isinstance(event, Pass) else []
 
 
 def _at(rng: Random, program: Program, kind: str, rank: int, event: Event, following: Event | None) -> Iterator[Plant]:
@@ -1079,7 +1033,7 @@ def _can_cross(one: Event, two: Event) -> bool:
     """Whether the one on one rank against the other on another is a disagreement that can be seen."""
     if isinstance(one, Pass) and isinstance(two, Pass):
         return one.callback is not two.callback and bool(one.orders[0] or two.orders[0])
-    if any(isinstance(event, (Interleaved, JoinLoop, Awaited)) for event in (one, two)):
+    if any(isinstance(event, (Interleaved, Awaited)) for event in (one, two)):
         return False
     if any(isinstance(event, Collective) and event.is_asynchronous for event in (one, two)):
         return False

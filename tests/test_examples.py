@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import gradsync as gs
 from places import SHM, Place, on
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -47,12 +48,37 @@ def test_a_resumed_training_ends_with_the_bits_of_an_uninterrupted_one(tmp_path:
         assert found[name].tobytes() == array.tobytes(), name
 
 
-@pytest.mark.parametrize(("ranks", "batches"), [(1, [31]), (3, [11, 10, 10])])
-def test_uneven_batches_end_with_one_model(ranks: int, batches: list[int]) -> None:
+@pytest.mark.parametrize(("ranks", "samples", "steps"), [(1, [121], 310), (3, [41, 40, 40], 110)])
+def test_uneven_batches_end_with_one_model(ranks: int, samples: list[int], steps: int) -> None:
     code, shown, told = run("-n", ranks, EXAMPLES / "uneven_batches.py")
     assert (code, told) == (0, "")
-    found = f"batches by rank {batches}, {10 * batches[0]} steps: weights [1. 2. 3.], bias [4.]"
+    found = f"samples by rank {samples}, {steps} steps: weights [1. 2. 3.], bias [4.]"
     assert shown.removeprefix("[rank 0] ") == found + "\n"
+
+
+def uneven_batches_in_one_process(ranks: int, epochs: int) -> list[np.ndarray]:
+    """Each step takes the batches of all ranks as one."""
+    x = np.random.default_rng(0).normal(size=(121, 3))
+    x = np.hstack([x, np.ones((121, 1))])
+    model, history = np.zeros(4), []
+    for epoch in range(epochs):
+        order = gs.shard_indices(121, epoch)
+        for begin in range(0, -(-121 // ranks), 4):
+            batch = np.concatenate([order[rank::ranks][begin : begin + 4] for rank in range(ranks)])
+            model = model - 0.1 * 2 * (x[batch] @ model - x[batch] @ [1.0, 2.0, 3.0, 4.0]) @ x[batch] / len(batch)
+            history.append(model)
+    return history
+
+
+def train_on_uneven_batches(comm: Any, epochs: int) -> list[np.ndarray]:
+    return runpy.run_path(str(EXAMPLES / "uneven_batches.py"))["train"](epochs)
+
+
+@pytest.mark.parametrize(("place", "ranks"), on(SHM, 2, 3))
+def test_uneven_batches_make_the_steps_of_one_process(place: Place, ranks: int) -> None:
+    """Of three ranks two have no batch in the last step of an epoch."""
+    for history in place.run(ranks, train_on_uneven_batches, 3):
+        np.testing.assert_allclose(history, uneven_batches_in_one_process(ranks, 3), rtol=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [3])

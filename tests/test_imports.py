@@ -230,7 +230,7 @@ def test_every_public_name_loads() -> None:
         ("DistributedSampler", "gs.shard_indices(len(data), epoch)"),
         ("clip_grad_norm_", 'gs.AllreduceCallback("mean", clip_norm=1.0)'),
         ("no_sync", "arrays of your own to add gradients up in, and hand over each sum once"),
-        ("Join", "join() of a gs.AllreduceCallback"),
+        ("Join", 'gs.AllreduceCallback("sum"), with the number of samples as one more gradient (docs/uneven.md)'),
     ],
 )
 def test_names_of_torch_say_what_to_use(name: str, advice: str) -> None:

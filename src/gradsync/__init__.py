@@ -23,7 +23,7 @@ _FOREIGN = {
     "DistributedSampler": "gs.shard_indices(len(data), epoch)",
     "clip_grad_norm_": 'gs.AllreduceCallback("mean", clip_norm=1.0)',
     "no_sync": "arrays of your own to add gradients up in, and hand over each sum once",
-    "Join": "join() of a gs.AllreduceCallback",
+    "Join": 'gs.AllreduceCallback("sum"), with the number of samples as one more gradient (docs/uneven.md)',
 }
 
 

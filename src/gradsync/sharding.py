@@ -36,7 +36,7 @@ def shard_indices(
         shuffle: whether to shuffle the samples. False keeps the order of the data set.
         uneven: the rule for an `n` that is not a multiple of the number of ranks. "pad" repeats samples from the
             beginning of the order, "drop" leaves out the last samples, and "keep" gives the first ranks one sample more
-            (see AllreduceCallback.join).
+            (see examples/uneven_batches.py).
         communicator: the communicator of the ranks. None means the world communicator; before
             init_process_group(), None means a world of one rank.
 

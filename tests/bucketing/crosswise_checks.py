@@ -142,7 +142,6 @@ EVENTS = (
     "empty flush",
     "flush",
     "bucket",
-    "join",
     "gradient_buffers",
     "missing",
     "zero",
@@ -168,10 +167,7 @@ def cross_event(comm: Any, kit_name: str, event: str) -> None:
 
     def use(callback: Any) -> None:
         grad = kit.put(np.ones(4))
-        if event == "join":
-            with callback.join(parameters):
-                pass
-        elif event == "gradient_buffers":
+        if event == "gradient_buffers":
             callback.gradient_buffers()
         elif event == "average_gradients":
             gs.average_gradients({"w": grad}, callback)

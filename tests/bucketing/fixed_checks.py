@@ -199,33 +199,6 @@ def missing_by_step(world_size: int) -> Iterator[list[tuple[str, ...]]]:
     yield [nothing] * world_size
 
 
-def stand_in_for_others(comm: Any, kit_name: str) -> None:
-    """join(): the last rank has fewer batches; the others hand over in another order each time."""
-    kit = make_kit(comm, kit_name)
-    batches = [5] * (comm.world_size - 1) + [2]
-    for missing in ("error", "zero"):
-        callback = gs.AllreduceCallback("mean", comm, threshold_bytes=700, parameters=SMALL, missing=missing)
-        arrays = put_all(kit, values_for(comm.rank, 0, SMALL))
-        with callback.join() as joined:
-            for number in range(batches[comm.rank]):
-                values = shuffled(values_for(comm.rank, number, SMALL), comm.rank, number)
-                if missing == "zero" and number % 2:
-                    del values["double"]
-                for name, each in values.items():
-                    fill(arrays[name], each)
-                got = step(callback, {name: arrays[name] for name in values})
-                got |= {name: on_host(each) for name, each in callback.filled.items()}
-                given = [
-                    each for each, n in zip(by_rank(comm.world_size, number, SMALL), batches, strict=True) if number < n
-                ]
-                for each in given if missing == "zero" and number % 2 else ():
-                    each["double"][...] = 0
-                wanted = reduced(given)
-                expect_equal(comm, {name: got[name] for name in SMALL}, wanted, number)
-        assert joined.last_rank == 0
-        right_steps(comm, kit, callback)
-
-
 def work_in_a_group(comm: Any, kit_name: str) -> None:
     """Two groups at once, with callbacks of their own; and one callback over the world between their steps."""
     kit = make_kit(comm, kit_name)

@@ -468,17 +468,6 @@ def fail_elsewhere(comm: Any, _kit: str) -> None:
     assert is_writeable(gradient)
 
 
-def stand_in_for_others(comm: Any, _kit: str) -> None:
-    """join(): ranks without batches take part with zeros; those that have some are locked and unlocked as ever."""
-    gradient = np.ones(SIZE, F4)
-    sync = gs.AllreduceCallback("mean", comm)
-    with sync.join():
-        for _ in range(2 + comm.rank):
-            with flags_kept(gradient), sync.backward():
-                sync("w", gradient)
-                expect_locked(gradient)
-
-
 def use_in_the_next_step(comm: Any, _kit: str) -> None:
     """What writes with out= into the gradient that was reduced."""
     gradient = np.empty((3, 3), F4)

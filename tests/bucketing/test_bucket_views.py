@@ -33,7 +33,7 @@ def test_gradients_live_in_buckets(place: Place, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("place", "world_size"), [each for each in PLACES if IS_EVERYWHERE or each.values[0] is not STAND_IN_STAGED]
 )
-def test_arrays_that_are_made_again_refused_joined_and_kept(place: Place, world_size: int) -> None:
+def test_arrays_that_are_made_again_refused_and_kept(place: Place, world_size: int) -> None:
     place.run(world_size, checks.all_of_it, place.kit)
 
 

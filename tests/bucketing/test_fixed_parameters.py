@@ -34,7 +34,6 @@ def test_gradients_come_in_any_order(place: Place, world_size: int) -> None:
 
 def combined(comm: Any, kit_name: str) -> None:
     checks.name_them_by_arrays(comm, kit_name)
-    checks.stand_in_for_others(comm, kit_name)
     checks.fill_with_zeros(comm, kit_name)
     checks.keep_what_was_filled_in(comm, kit_name)
     checks.work_in_a_group(comm, kit_name)
@@ -44,7 +43,7 @@ def combined(comm: Any, kit_name: str) -> None:
     ("place", "world_size"),
     [*on(SHM, 1, 2, 3), *on(STAND_IN, 2), *always_on(STAND_IN_STAGED, 2), *on(STAND_IN_MIXED, 2), *on(GPU, 1, 2)],
 )
-def test_names_joins_zeros_and_groups(place: Place, world_size: int) -> None:
+def test_names_zeros_and_groups(place: Place, world_size: int) -> None:
     place.run(world_size, combined, place.kit)
 
 

@@ -28,7 +28,6 @@ CHECKS = [
     checks.hand_over_a_base,
     checks.forget_the_callback,
     checks.fail_together,
-    checks.stand_in_for_others,
     checks.use_in_the_next_step,
 ]
 LAST_CHECKS = [checks.fail_in_a_hook, checks.fail_elsewhere]

@@ -6,7 +6,6 @@ from typing import Any
 
 import callback_hook_checks as checks
 import pytest
-import uneven_checks
 
 from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, Place, on
 
@@ -33,14 +32,6 @@ def test_hooks(place: Place, world_size: int) -> None:
 def test_settings_that_differ_are_told_on_every_rank(place: Place, world_size: int) -> None:
     told = place.run(world_size, checks.differ, place.kit)
     assert told == [told[0]] * world_size
-
-
-@pytest.mark.parametrize(
-    ("place", "world_size"), [*on(SHM, 2, 3), *on(STAND_IN, 2), *on(STAND_IN_MIXED, 2), *on(GPU, 2)]
-)
-def test_uneven_batches(place: Place, world_size: int) -> None:
-    told = place.run(world_size, uneven_checks.train, place.kit)
-    assert [norms[: len(told[-1])] for norms in told] == [told[-1]] * world_size
 
 
 @pytest.mark.parametrize(

@@ -36,40 +36,6 @@ def test_a_mismatch_of_some_ranks_is_a_failure_to_the_others() -> None:
     assert third == [3.0, "RankFailed", "CommunicatorClosed"]
 
 
-def stand_in_for_a_bad_step(comm: Any) -> list[Any]:
-    sync, results = gs.AllreduceCallback("mean", comm, nonfinite="raise", clip_norm=1e9), []
-    with sync.join():
-        for step in range(1 if comm.rank == 1 else 4):
-            try:
-                with sync.backward():
-                    future = sync("w", np.full(1000, np.nan if step == 2 else 3.0))
-                results.append((round(sync.norm or 0, 2), future.result()[0]))
-            except gs.NonFiniteGradient:
-                results.append("not finite")
-    return results
-
-
-def test_nan_in_a_step_that_a_rank_stands_in_for_stays_in_it() -> None:
-    good = (94.87, 3.0)
-    assert run_ranks(2, stand_in_for_a_bad_step) == [[good, good, "not finite", good], [good]]
-
-
-def leave_after_a_bad_step(comm: Any) -> int:
-    sync = gs.AllreduceCallback("mean", comm, nonfinite="raise")
-    with sync.join():
-        for step in range(2 if comm.rank == 1 else 4):
-            try:
-                with sync.backward():
-                    sync("w", np.full(10, np.nan if step == 1 else 3.0))
-            except gs.NonFiniteGradient:
-                assert step == 1
-    return sync.statistics.steps
-
-
-def test_a_rank_whose_last_step_was_bad_stands_in_all_the_same() -> None:
-    assert run_ranks(2, leave_after_a_bad_step) == [3, 1]
-
-
 def fail_in_a_step_that_flushes_itself(comm: Any) -> list[Any]:
     """On rank 0 the error comes out of the last gradient, on rank 1, which lacks one, out of the flush."""
     sync = gs.AllreduceCallback("sum", comm, parameters=PARAMETERS, missing="zero", nonfinite="raise")

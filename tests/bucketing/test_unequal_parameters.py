@@ -38,28 +38,21 @@ def arrays_of(kit: str, **values: Any) -> dict[str, Any]:
     return values
 
 
-def train(parameters: Any, names: Any, *, join: bool = False, grads: Any = None) -> list[str]:
+def train(parameters: Any, names: Any, *, grads: Any = None) -> list[str]:
     """Returns the warnings of two steps, in which each gradient is as large as its parameter."""
     with Heard() as lines:
         sync = gs.AllreduceCallback("sum", parameters=parameters, threshold_bytes=8)
         n = gs.WORLD.world_size
         xp = np if grads is None else grads
 
-        def steps(count: int) -> None:
-            for _ in range(count):
-                with sync.backward():
-                    futures = [sync(name, xp.full(array.shape, 1.0, array.dtype)) for name, array in names]
-                assert all((future.numpy() == n).all() for future in futures)
-
-        if join:
-            with sync.join():
-                steps(2)
-        else:
-            steps(2)
+        for _ in range(2):
+            with sync.backward():
+                futures = [sync(name, xp.full(array.shape, 1.0, array.dtype)) for name, array in names]
+            assert all((future.numpy() == n).all() for future in futures)
     return lines
 
 
-def forget_the_broadcast(comm: Any, kit: str, join: bool) -> None:
+def forget_the_broadcast(comm: Any, kit: str) -> None:
     last = comm.rank == comm.world_size - 1
     xp: Any = np
     if kit == "cupy":
@@ -75,7 +68,7 @@ def forget_the_broadcast(comm: Any, kit: str, join: bool) -> None:
     for by_name in (True, False):
         named = list(weights.items()) if by_name else [(array, array) for array in weights.values()]
         parameters = weights if by_name else list(weights.values())
-        lines = train(parameters, named, join=join, grads=xp)
+        lines = train(parameters, named, grads=xp)
         if comm.rank:
             assert lines == []
             continue
@@ -88,16 +81,15 @@ def forget_the_broadcast(comm: Any, kit: str, join: bool) -> None:
         assert "call gs.bcast_list_(arrays, root=0)" in line
     comm.barrier()
     gs.bcast_list_(list(weights.values()))
-    assert train(weights, list(weights.items()), join=join, grads=xp) == []
+    assert train(weights, list(weights.items()), grads=xp) == []
 
 
 PLACES = [*on(SHM, 2, 3), *on(STAND_IN, 2), *always_on(STAND_IN_STAGED, 2)]
 
 
-@pytest.mark.parametrize("join", [False, True])
 @pytest.mark.parametrize(("place", "n"), PLACES)
-def test_the_first_that_differs_is_named_once(place: Place, n: int, join: bool) -> None:
-    place.run(n, forget_the_broadcast, place.kit, join)
+def test_the_first_that_differs_is_named_once(place: Place, n: int) -> None:
+    place.run(n, forget_the_broadcast, place.kit)
 
 
 def compare_nothing(comm: Any) -> None:

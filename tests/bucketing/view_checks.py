@@ -214,40 +214,6 @@ def ask_for_different_memory(comm: Any) -> None:
     expect_equal(comm, step(callback, buffers), reduced(by_rank(comm.world_size, 0, SMALL)))
 
 
-def stand_in_for_others(comm: Any, kit_name: str) -> None:
-    """join(), where the last rank has fewer batches, or none; gradients are in the buckets, or copied there."""
-    kit = make_kit(comm, kit_name)
-    n = comm.world_size
-    for how, of_last in (
-        ("in the buckets", 0),
-        ("elsewhere, later", 1),
-        ("elsewhere, first", 1),
-        ("elsewhere, first", 0),
-    ):
-        batches = [4] * (n - 1) + [of_last]
-        callback = gs.AllreduceCallback(
-            "mean", comm, threshold_bytes=700, parameters=SMALL, gradient_as_bucket_view=True
-        )
-        in_buckets = how == "in the buckets"
-        buffers = callback.gradient_buffers() if in_buckets else put_all(kit, values_for(0, 0, SMALL))
-        if how == "elsewhere, later":
-            step(callback, buffers)
-        for _ in range(2):
-            with callback.join():
-                for number in range(batches[comm.rank]):
-                    values = values_for(comm.rank, number, SMALL)
-                    for name, array in buffers.items():
-                        fill(array, values[name])
-                    got = step(callback, buffers)
-                    given = [values_for(rank, number, SMALL) for rank in range(n) if number < batches[rank]]
-                    # Half precision is rounded twice where some are absent.
-                    del got["half"]
-                    wanted = {name: each for name, each in reduced(given).items() if name != "half"}
-                    expect_equal(comm, got, wanted, (how, number))
-            fresh = put_all(kit, values_for(comm.rank, 9, SMALL))
-            expect_equal(comm, step(callback, fresh), reduced(by_rank(n, 9, SMALL)), how)
-
-
 def outlive_their_communicator(comm: Any) -> None:
     group = comm.split(0)
     callback = gs.AllreduceCallback("sum", group, parameters=SMALL, gradient_as_bucket_view=True)
@@ -271,6 +237,4 @@ def all_of_it(comm: Any, kit_name: str) -> None:
     make_them_again(comm, kit_name)
     refuse_another_place(comm)
     ask_for_different_memory(comm)
-    if comm.world_size > 1:
-        stand_in_for_others(comm, kit_name)
     outlive_their_communicator(comm)

@@ -136,7 +136,7 @@ def drop_a_group(comm: Any) -> str:
 def test_who_waits_in_a_group_that_another_rank_has_dropped_is_told() -> None:
     _, text = SHM.run(2, drop_a_group)
     assert "rank 0 closed the communicator while this rank still needed it" in text
-    assert text.endswith("for uneven data use `with sync.join():`")
+    assert text.endswith("for uneven data see docs/uneven.md")
 
 
 def die_while_others_make_a_group(comm: Any, victim: int, folder: Path) -> str:

@@ -8,24 +8,22 @@ buckets. For each bucket, and for the flush, the ranks compare digests of what t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
 from gradsync.arguments import refuse_words
 from gradsync.backends import BACKENDS, unknown_backend
 from gradsync.bucketing.agreements import CallbackIdentity
 from gradsync.bucketing.forgotten import watch
-from gradsync.bucketing.gradient import known_parameters
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import list_of_names
 from gradsync.bucketing.reducer import BucketHook
 from gradsync.bucketing.step import Step
 from gradsync.communicators import world
-from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.lifetime import culprit_of
 from gradsync.communicators.world import group_or_world
-from gradsync.errors import GradientCancelled, InvalidArgument, NonFiniteGradient, PlanMismatch, describe
+from gradsync.errors import GradientCancelled, InvalidArgument, describe
 from gradsync.futures import GradientFuture
 from gradsync.reduction import parse_reduce_method
 from gradsync.removed import no_attribute, refuse_removed
@@ -40,15 +38,6 @@ _FOREIGN = {
 }
 
 
-# The answers of a rank to the question whether it has gradients. _ENDED: the rank's loop has ended, and the rank can
-# shadow a step. _PRESENT: the rank has gradients. _UNABLE: the rank's loop has ended, and the rank knows no step to
-# shadow.
-_ENDED, _PRESENT, _UNABLE = range(3)
-
-_COUNT = "the beginning of a step inside join()"
-_AGREEMENT = agreement_on(_COUNT, (), None, "")
-
-
 class AllreduceCallback:
     """Averages or sums gradients over the ranks. Call this object with each gradient when the gradient is complete.
 
@@ -60,9 +49,8 @@ class AllreduceCallback:
                 weights[name] -= 0.1 * future.result()
 
     In each step every rank must hand over gradients of the same parameters, with the same shapes and dtypes. The order
-    must be the same too, unless `parameters` is given. (There are two exceptions: with missing="zero" a rank may leave
-    gradients out, and inside join() a rank's loop may end earlier.) If the ranks differ in the next bucket to reduce,
-    all of them raise PlanMismatch before they reduce this bucket.
+    must be the same too, unless `parameters` is given. (With missing="zero" a rank may leave gradients out.) If the
+    ranks differ in the next bucket to reduce, all of them raise PlanMismatch before they reduce this bucket.
 
     Gradients of one dtype fill a bucket. gradsync reduces the bucket when it has reached the threshold, or when the
     next gradient does not fit. flush() reduces the buckets that are not full. The future of a gradient gives the
@@ -281,19 +269,15 @@ class AllreduceCallback:
 
     @property
     def filled(self) -> dict[Any, Any]:
-        """After a flush with missing="zero": the reduced gradients of parameters that had none on this rank.
-
-        The mapping is empty after a step in which this rank had no gradient because its loop in join() had ended.
-        """
+        """After a flush with missing="zero": the reduced gradients of parameters that had none on this rank."""
         return self._step.filled
 
     def flush(self) -> None:
         """Ends the backward pass: reduces the remaining gradients, and ends the step.
 
-        Every rank must call it. On the CPU the
-        futures of the step are done when flush() returns. On a GPU flush() makes the current stream wait for the
-        reductions. The host waits too if gradients are in host memory, if the option `nonfinite` or `clip_norm` is set,
-        or inside join().
+        Every rank must call it. On the CPU the futures of the step are done when flush() returns. On a GPU flush()
+        makes the current stream wait for the reductions. The host waits too if gradients are in host memory, or if the
+        option `nonfinite` or `clip_norm` is set.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: a collective of the step has failed.
@@ -327,68 +311,8 @@ class AllreduceCallback:
         except BaseException as error:
             if isinstance(error, ValueError) and "read-only" in str(error):
                 self._note_locked(error)
-            self._abandon("the backward pass", error)
+            self._abandon(error)
             raise
-
-    @contextmanager
-    def join(self, parameters: Any = None) -> Iterator[Join]:
-        """A context manager for a loop over batches. Ranks may have different numbers of batches, or no batch.
-
-        A rank whose loop has ended takes part in the steps of the other ranks, with zeros, until all loops have ended.
-        The zeros have the names, shapes and order of the gradients in the rank's last step. The callback keeps the
-        zeros for later steps. They need as much memory as these gradients, or none if gradients live in buckets. The
-        mean is over the ranks that handed over gradients. (If some ranks have no gradients, half precision is rounded
-        twice: after the sum and after the division.)
-
-        A rank whose loop ends early has outdated parameters. After the block all ranks can copy the newest parameters:
-
-            with sync.join() as joined:
-                for batch in batches:
-                    ...
-            gs.bcast_list_(parameters, root=joined.last_rank)
-
-        Every rank must enter the block. Inside the block, ranks must call no collectives except the collectives of this
-        callback. If the body raises, gradsync cancels the step and aborts the communicator; see backward().
-
-        Args:
-            parameters: the parameters in the order in which their gradients are handed over: a mapping of names to
-                arrays or to (shape, dtype). If the program hands over gradients with arrays as `param`, this argument
-                is a list of these arrays. The argument is needed only if a rank may have no batch at all, and the
-                callback has neither had a step nor the option `parameters`.
-
-        Returns:
-            A context manager, which gives a Join. The attribute `last_rank` of the Join is known after the block.
-
-        Raises:
-            InvalidArgument: the call is in the middle of a step, or inside another join() of this callback; or a step
-                has begun, but not ended, when the block ends.
-            PlanMismatch: a step of the other ranks differs from the last step of a rank whose loop has ended, or such a
-                rank had no step and got no `parameters`. All ranks raise this error.
-            RankFailed, CollectiveTimeout, CommunicatorClosed: a collective of the block has failed.
-        """
-        self._check_between_steps("join()")
-        if self._step.reducer.count_present is not None:
-            raise InvalidArgument(
-                f"{self._communicator().label}: join() is not possible inside another join() of the same callback: "
-                "put one join() block around the whole loop over batches, or leave the first block before the next"
-            )
-        communicator = self._communicator()
-        self._step.begin_with(communicator)
-        self._step.agree_on_callback(communicator)  # done here, because a rank without batches has no first gradient
-        self._step.prepare(None, communicator)
-        joined = Join(self._step, communicator, parameters)
-        self._step.reducer.count_present = joined.count
-        try:
-            yield joined
-            self._check_between_steps("the end of join()")
-            with self._step.noting_errors():
-                joined._shadow_others()
-        except BaseException as error:
-            self._abandon("join()", error)
-            raise
-        finally:
-            self._step.reducer.count_present = None
-            self._step.reducer.begin_step()
 
     def _note_locked(self, error: ValueError) -> None:
         """Adds the names of the read-only gradients to NumPy's error, which has no names.
@@ -408,14 +332,14 @@ class AllreduceCallback:
                 f"{what} is not possible before handed-over gradients are reduced: call flush() first"
             )
 
-    def _abandon(self, what: str, error: BaseException) -> None:
+    def _abandon(self, error: BaseException) -> None:
         """Cancels the step, and aborts the communicator unless every rank has raised this error."""
         try:
-            self._step.fail(GradientCancelled(f"{what} ended with {describe(error)}"))
+            self._step.fail(GradientCancelled(f"the backward pass ended with {describe(error)}"))
         finally:  # a done-callback may raise SystemExit
             communicator = self._group or world.current
             if communicator is not None and communicator.world_size > 1 and error is not self._step.raised_on_all:
-                communicator.abort(f"in {what}: {describe(error)}", culprit=culprit_of(error))
+                communicator.abort(f"in the backward pass: {describe(error)}", culprit=culprit_of(error))
 
     def _communicator(self) -> Communicator:
         communicator = self._group or world.current or group_or_world(None, "a callback for gradients")
@@ -428,69 +352,3 @@ class AllreduceCallback:
 
 
 make_allreduce_cb = AllreduceCallback
-
-
-class Join:
-    """The object `joined` in `with callback.join() as joined`.
-
-    Before the first collective of each step every rank reports whether it has gradients. A rank whose loop has ended
-    shadows the step: it hands over zeros. The mean is over the ranks that have gradients.
-
-    Args:
-        step: the Step object of the callback.
-        communicator: the communicator of the ranks.
-        parameters: see AllreduceCallback.join.
-
-    Attributes:
-        last_rank: the first rank that had gradients in the last step, and so has the newest parameters; 0 if no rank
-            had gradients. The value is final after the block, and is then the same on all ranks.
-    """
-
-    def __init__(self, step: Step, communicator: Communicator, parameters: Any) -> None:
-        self.last_rank = 0
-        self._step = step
-        self._communicator = communicator
-        self._given = [known.spec for known in known_parameters(parameters, "join", step.reducer.op, communicator)]
-
-    def count(self) -> int:
-        """Reports that this rank has gradients for the step that begins; returns the number of ranks with gradients."""
-        if self._communicator.world_size == 1:
-            return 1
-        return self._exchange(_PRESENT)
-
-    def _shadow_others(self) -> None:
-        """Takes part in the steps of the other ranks, with zeros, until no rank has gradients."""
-        specs = self._step.agreed or self._given
-        while self._communicator.world_size > 1:
-            present = self._exchange(_ENDED if specs else _UNABLE)
-            if not present:
-                return
-            with suppress(NonFiniteGradient):  # the ranks that have gradients raise this error, and may continue
-                self._step.shadow(specs, self._communicator, present=present)
-
-    def _exchange(self, answer: int) -> int:
-        """Tells all ranks whether this rank has gradients, and returns the number of ranks that have gradients.
-
-        The answer is one of the constants _ENDED, _PRESENT and _UNABLE.
-        """
-        agreement = self._step.reducer.events.of_callback(_AGREEMENT)
-        answers = self._communicator._share_numbers("join", [answer], agreement)
-        present = [rank for rank, [answer] in enumerate(answers) if answer == _PRESENT]
-        unable = [rank for rank, [answer] in enumerate(answers) if answer == _UNABLE]
-        if not present:
-            return 0
-        if unable:
-            raise self._unable(unable[0])
-        self.last_rank = present[0]
-        return len(present)
-
-    def _unable(self, rank: int) -> PlanMismatch:
-        """Returns the error that every rank raises if one rank has no step to repeat."""
-        communicator = self._communicator
-        named = communicator.ranks[rank]
-        return PlanMismatch(
-            f"{communicator.label}: rank {named} had no batch at all inside join(), and does not know the gradients "
-            "that the other ranks reduce: pass join(parameters=...) with the names, shapes and dtypes of the "
-            "gradients, in the order in which the ranks hand them over",
-            descriptions={named: "a step of unknown gradients inside join()"},
-        )

@@ -169,8 +169,6 @@ def display_name(param: Any, position: int) -> str:
     """Returns a parameter's name for errors and Agreements. The name is the same on all ranks, so it has no address."""
     if type(param) in PLAIN_NAMES:
         return repr(param)
-    if isinstance(param, GradientSpec):  # zeros that a rank without gradients hands over inside join()
-        return param.name
     if isinstance(param, np.generic):
         return display_name(param.item(), position)
     if isinstance(param, (str, int, bytes, type(None))):
@@ -361,13 +359,11 @@ class KnownParameter(NamedTuple):
     spec: GradientSpec
 
 
-def known_parameters(parameters: Any, what: str, op: ReduceOp, communicator: Communicator) -> list[KnownParameter]:
+def known_parameters(parameters: Any, op: ReduceOp, communicator: Communicator) -> list[KnownParameter]:
     """Returns the entries of the option `parameters`, in order.
 
     Args:
-        parameters: the option: a mapping of names to arrays or to (shape, dtype), or a list of arrays. None means no
-            parameters.
-        what: the name of the call, for errors.
+        parameters: the option: a mapping of names to arrays or to (shape, dtype), or a list of arrays.
         op: the operator of the reduction.
         communicator: the communicator that will reduce the gradients.
 
@@ -376,24 +372,22 @@ def known_parameters(parameters: Any, what: str, op: ReduceOp, communicator: Com
             array nor (shape, dtype).
         UnsupportedDtype: the operator is not defined for a dtype.
     """
-    if parameters is None:
-        return []
     if hasattr(parameters, "dtype") or not isinstance(parameters, Iterable) or isinstance(parameters, (str, bytes)):
         raise InvalidArgument(
-            f"{communicator.label}: {what} needs parameters as a mapping of names to arrays, or to (shape, dtype), or "
-            f"as a list of arrays, got {type(parameters).__name__}"
+            f"{communicator.label}: AllreduceCallback needs parameters as a mapping of names to arrays, or to (shape, "
+            f"dtype), or as a list of arrays, got {type(parameters).__name__}"
         )
     pairs = parameters.items() if isinstance(parameters, Mapping) else ((each, each) for each in parameters)
     known = [
-        KnownParameter(param, key_of(param), _spec_of(param, array, position, what, op, communicator))
+        KnownParameter(param, key_of(param), _spec_of(param, array, position, op, communicator))
         for position, (param, array) in enumerate(pairs)
     ]
     if len({parameter.key for parameter in known}) < len(known):
-        raise InvalidArgument(f"{communicator.label}: {what} got the same parameter twice")
+        raise InvalidArgument(f"{communicator.label}: AllreduceCallback got the same parameter twice")
     return known
 
 
-def _spec_of(param: Any, of: Any, position: int, what: str, op: ReduceOp, communicator: Communicator) -> GradientSpec:
+def _spec_of(param: Any, of: Any, position: int, op: ReduceOp, communicator: Communicator) -> GradientSpec:
     name = display_name(param, position)
     try:
         if isinstance(of, tuple):
@@ -401,12 +395,12 @@ def _spec_of(param: Any, of: Any, position: int, what: str, op: ReduceOp, commun
             if len(of) != 2 or any(length < 0 for length in shape):
                 raise ValueError("a shape has integers >= 0")
         else:
-            native = communicator._native_array(of, f"{what}, parameter {name}")
+            native = communicator._native_array(of, f"AllreduceCallback, parameter {name}")
             shape, dtype = native.shape, native.dtype
     except (AttributeError, ImportError, IndexError, TypeError, ValueError) as error:
         raise InvalidArgument(
-            f"{communicator.label}: {what} needs an array or (shape, dtype), such as ((3,), 'float32'), for parameter "
-            f"{name}, got {of!r}: {error}"
+            f"{communicator.label}: AllreduceCallback needs an array or (shape, dtype), such as ((3,), 'float32'), for "
+            f"parameter {name}, got {of!r}: {error}"
         ) from error
     check_operation(op, dtype)
     return GradientSpec(name, shape, dtype_name(dtype), dtype.itemsize)

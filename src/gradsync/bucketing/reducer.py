@@ -21,14 +21,13 @@ from gradsync.bucketing.guard import Holder, LockedGradients
 from gradsync.bucketing.lists import array_module
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import Bucket
-from gradsync.bucketing.values import Values
+from gradsync.bucketing.values import BucketWatch, Values
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.for_bucketing import ListReduction, Stage
-from gradsync.communicators.host_arrays import ArrayKind
+from gradsync.communicators.for_bucketing import ListReduction
 from gradsync.communicators.host_values import Checks
 from gradsync.errors import InvalidArgument
 from gradsync.futures import Completion
-from gradsync.reduction import Array, ReduceOp
+from gradsync.reduction import Array
 
 
 @dataclass
@@ -69,9 +68,7 @@ class Reduction:
         results: the native arrays that hold the reduced values after the reduction.
         locked: the gradients that are read-only until the reduction ends; None if there are none.
         memory: the memory of the buckets, if gradients live in it; else None.
-        mean_over: inside join(), the divisor of a sum if not all ranks have gradients; else None.
         of_list: the ListReduction of the sources. If the callback has a hook, `of_list` is not set.
-        divided: inside join(), the Stage that divides a sum by `mean_over`; else None.
         checks: the checks that the communicator makes during the reduction; none with a hook.
     """
 
@@ -82,9 +79,7 @@ class Reduction:
     results: list[Any]
     locked: LockedGradients | None = None
     memory: BucketMemory | None = None
-    mean_over: int | None = None
     of_list: ListReduction = field(init=False)
-    divided: Stage | None = None
     checks: Checks = Checks.NONE
 
 
@@ -98,7 +93,6 @@ class Reducer:
         op: the operator of the reduction: sum or mean.
         events: the object that makes the Agreements of a step.
         statistics: the counters of all steps.
-        count_present: inside join(), the function Join.count, called before the first collective of a step; else None.
         values: the object that checks gradients for NaN and infinity, computes their norm, and clips them.
     """
 
@@ -106,11 +100,9 @@ class Reducer:
         self.op = options.op
         self.events = StepEvents(options.op, options.settings(), options.threshold_bytes)
         self.statistics = Statistics()
-        self.count_present: Callable[[], int] | None = None
         self.values = Values(options.nonfinite, options.clip_norm)
         self._options = options
         self._hook: BucketHook | None = None
-        self._present: int | None = None  # the number of ranks with gradients for this step, once it is counted
         self._launched: list[Completion] = []  # this step's reductions that run beside the host
         self._last: dict[int, Reduction] = {}  # by bucket: reductions of the last step whose arrays may arrive again
 
@@ -164,20 +156,18 @@ class Reducer:
             producers: GPU events, recorded after the work that computes the gradients; see Backend.mark_work.
         """
         started = time.perf_counter()
-        mean_over = None if self.count_present is None else self._mean_over(communicator)
         reduction = self._last.get(bucket.number)
-        if reduction is None or reduction.bucket is not bucket or reduction.mean_over != mean_over:
-            reduction = self._reduction_of(bucket, entries, memory, communicator, holder, mean_over)
+        if reduction is None or reduction.bucket is not bucket:
+            reduction = self._reduction_of(bucket, entries, memory, communicator, holder)
         agreement = self.events.next(bucket)
         watch = None
         if self.values.checks:
             watch = self.values.watch(bucket, reduction.results, communicator, reduction.checks)
-        stages = [stage for stage in (watch, reduction.divided) if stage is not None]
         if self._hook is None:
-            completion = reduction.of_list.run(agreement, stages=stages, producers=producers)
+            completion = reduction.of_list.run(agreement, watch=watch, producers=producers)
         else:
             communicator._agree(agreement)
-            completion = self._run_hook(self._hook, reduction, communicator, stages, producers)
+            completion = self._run_hook(self._hook, reduction, communicator, watch, producers)
         if completion is not None:
             self._launched.append(completion)
         if reduction.locked is not None:
@@ -198,7 +188,6 @@ class Reducer:
         memory: BucketMemory | None,
         communicator: Communicator,
         holder: Holder,
-        mean_over: int | None,
     ) -> Reduction:
         """Makes the Reduction of a complete bucket; the next step uses this object again if all arrays arrive again."""
         if memory is None:
@@ -211,14 +200,11 @@ class Reducer:
                 [(out.target, out.write_back) for out in outs if out.write_back is not None],
                 [out.target if out.write_back is None else out.write_back for out in outs],
                 LockedGradients(own, holder) or None,
-                mean_over=mean_over,
             )
             recurs = all(entry.recurs for entry in own)
         else:
             flat, recurs = memory.flat(bucket), True
-            reduction = Reduction(bucket, [flat], [flat], [], [flat], memory=memory, mean_over=mean_over)
-        if mean_over is not None:
-            reduction.divided = _Divided(mean_over, communicator._arrays)
+            reduction = Reduction(bucket, [flat], [flat], [], [flat], memory=memory)
         if self._hook is None:
             self._prepare(reduction, communicator, recurs=recurs)
         self._last.pop(bucket.number, None)
@@ -234,18 +220,18 @@ class Reducer:
             communicator: the communicator whose ranks reduce the bucket.
             recurs: whether the same arrays will be reduced again.
         """
-        memory, mean_over, backend = reduction.memory, reduction.mean_over, communicator._backend
+        memory, backend = reduction.memory, communicator._backend
         within = Checks.NONE
         if backend.finder is not None:
             within |= Checks.NONFINITE
-        if mean_over is None and backend.squares is not None:
+        if backend.squares is not None:
             within |= Checks.SQUARES
         reduction.checks = self.values.checks & within  # a BucketWatch makes the remaining checks
         reduction.of_list = ListReduction(
             communicator,
             reduction.sources,
             reduction.targets,
-            self.op if mean_over is None else ReduceOp.SUM,
+            self.op,
             write_backs=reduction.write_backs,
             checks=reduction.checks,
             recurs=recurs,
@@ -257,21 +243,20 @@ class Reducer:
         hook: BucketHook,
         reduction: Reduction,
         communicator: Communicator,
-        stages: Sequence[Stage],
+        watch: BucketWatch | None,
         producers: Sequence[Any],
     ) -> Completion | None:
         """Packs a bucket, has the hook reduce it, and splits it again; on a GPU all on the current stream."""
         bucket, sources, targets, arrays = reduction.bucket, reduction.sources, reduction.targets, communicator._arrays
         communicator._follow_work(producers)
-        for stage in stages:
-            stage.before(sources)
+        if watch is not None:
+            watch.before(sources)
         buffer, is_packed = sources[0], len(sources) > 1 or sources[0] is not targets[0]
         if is_packed:
             buffer = arrays.scratch(bucket.size_elements, buffer.dtype)
             array_module(buffer).concatenate(sources, out=buffer)
-        op = self.op if reduction.mean_over is None else ReduceOp.SUM
         names = tuple([spec.label for spec in bucket.specs])
-        returned = hook(GradientBucket(buffer, names, bucket.number, communicator, op.value))
+        returned = hook(GradientBucket(buffer, names, bucket.number, communicator, self.op.value))
         if returned is not None and returned is not buffer:
             raise InvalidArgument(
                 f"{communicator.label}: a hook must leave the reduced values in bucket.buffer, and return nothing, got "
@@ -282,8 +267,8 @@ class Reducer:
             for target in targets:
                 arrays.assign(buffer[begin : begin + target.size], target)
                 begin += target.size
-        for stage in reversed(stages):
-            stage.after(targets)
+        if watch is not None:
+            watch.after(targets)
         for target, native in reduction.write_backs:
             arrays.write_back(target, native)
         return communicator._mark_end()
@@ -303,8 +288,6 @@ class Reducer:
                 raise this error.
         """
         started = time.perf_counter()
-        if self.count_present is not None:
-            self._count_active()
         agreement, later = self.events.next(Flush(gradients)), None
         if not self.values.checks:
             communicator._agree(agreement)
@@ -329,43 +312,12 @@ class Reducer:
         Raises:
             PlanMismatch: the ranks differ; all ranks raise this error.
         """
-        self._count_active()
         communicator._agree(self.events.next(Flush(gradients, missing)))
 
-    def begin_step(self, present: int | None = None) -> None:
-        """Begins a step; keeps the Agreements of the last step, because the new step may repeat the last step.
-
-        Args:
-            present: the number of ranks with gradients for the new step, if it is known already.
-        """
+    def begin_step(self) -> None:
+        """Begins a step; keeps the Agreements of the last step, because the new step may repeat the last step."""
         self.events.begin_step()
         self._launched.clear()
-        self._present = present
-
-    def _mean_over(self, communicator: Communicator) -> int | None:
-        """Returns the divisor of the sum if the mean is over only some ranks, inside join(); else None."""
-        self._count_active()
-        has_all = self._present in (None, communicator.world_size)
-        return None if has_all or self.op is ReduceOp.SUM else self._present
-
-    def _count_active(self) -> None:
-        if self.count_present is not None and self._present is None:
-            self._present = self.count_present()
-
-
-class _Divided:
-    """Divides a sum by the number of ranks that had gradients. See the class Stage in for_bucketing.py."""
-
-    def __init__(self, count: int, arrays: ArrayKind) -> None:
-        self._count = count
-        self._arrays = arrays
-
-    def before(self, sources: Sequence[Array]) -> None:
-        pass
-
-    def after(self, results: Sequence[Array]) -> None:
-        for result in results:
-            self._arrays.divide(result, self._count)
 
 
 # -- Hooks -----------------------------------------------------------------------------------------------------------

@@ -81,8 +81,6 @@ class Step:
             the current step.
         raised_on_all: the last error that every rank raised in a collective of this callback; None if there is none.
         filled: after a flush, by parameter: the results of parameters that had no gradient on this rank.
-        agreed: the gradients of the last step that was not empty and ended in the same way on all ranks. If the
-            callback has the option `parameters`: the gradients of all parameters.
     """
 
     def __init__(self, options: Options, identity: CallbackIdentity) -> None:
@@ -93,7 +91,6 @@ class Step:
         self.ended = 0
         self.raised_on_all: BaseException | None = None
         self.filled: dict[Any, Any] = {}
-        self.agreed: list[GradientSpec] = []
         self._options = options
         self._identity = identity
         self._communicator: Communicator | None = None  # the communicator of the last step
@@ -102,7 +99,6 @@ class Step:
         self._has_compared = options.parameters is None
         self._parameters: list[KnownParameter] = []  # by position
         self._positions: dict[Hashable, int] | None = None  # with `parameters`: the positions by the parameter's key
-        self._zeros: dict[int, Array] = {}  # by position: arrays of zeros for missing gradients
         self._is_busy = False  # whether some thread is handing over a gradient, or flushing
         # By position: the gradients of this step, and the kept entries of the last step. For other native arrays of the
         # last step, _seen has weak references: if such an array arrives in this step too, its entry is kept.
@@ -139,7 +135,6 @@ class Step:
                 )
             self.fail(GradientCancelled("the process group ended before the end of the backward pass"))
         self.forget_memory()
-        self.agreed = []
         if self._options.parameters is not None:
             self._fix_positions(communicator)
         known = self._identity.known_on(communicator)
@@ -164,7 +159,6 @@ class Step:
     def forget_memory(self) -> None:
         """Forgets the arrays of the last step and the buckets' memory; its views become ordinary arrays."""
         self._entries.clear()
-        self._zeros.clear()
         self.reducer.forget()
         self.memory = None
 
@@ -212,16 +206,15 @@ class Step:
         """Gives each named parameter its fixed position, and plans the buckets."""
         options = self._options
         if not self._parameters:
-            self._parameters = known_parameters(options.parameters, "AllreduceCallback", options.op, communicator)
+            self._parameters = known_parameters(options.parameters, options.op, communicator)
         if not self._parameters:
             raise InvalidArgument(
                 f"{communicator.label}: parameters= names no parameter: name at least one, or leave the option out"
             )
         in_views = options.gradient_as_bucket_view and not communicator._runs_beside_host
         threshold = options.threshold_or(VIEWS_ON_CPU_THRESHOLD_BYTES if in_views else DEFAULT_THRESHOLD_BYTES)
-        self.agreed = [parameter.spec for parameter in self._parameters]
         self._positions = {parameter.key: position for position, parameter in enumerate(self._parameters)}
-        self.planner = Planner(threshold, self.agreed)
+        self.planner = Planner(threshold, [parameter.spec for parameter in self._parameters])
 
     # -- A gradient ------------------------------------------------------------------------------------------------
 
@@ -354,7 +347,7 @@ class Step:
         if position is None:
             raise InvalidArgument(
                 f"{communicator.label}: {display_name(param, self.count)} is not among the callback's parameters, "
-                f"which are {list_of_names([spec.name for spec in self.agreed])}"
+                f"which are {list_of_names([parameter.spec.name for parameter in self._parameters])}"
             )
         entry = self._entries.get(position)
         if entry is not None and entry.arrived_in == self.ended:
@@ -422,7 +415,7 @@ class Step:
             if trace.active is not None and self.count:
                 trace.active.end_step(communicator.recorder, self.count)
             self.reducer.statistics.steps += self.count > 0
-            if self._new or 0 < self.count < len(self.agreed):
+            if self._new or 0 < self.count < len(self._entries):
                 self._learn()
             self._end_step()
         except BaseException as error:
@@ -452,8 +445,6 @@ class Step:
         This method forgets the arrays of this step and of the last step.
         """
         self._note_raised_on_all(error)
-        if isinstance(error, NonFiniteGradient):  # raised after all ranks have agreed on the step
-            self.agreed = [assignment.spec for assignment in self.planner.assignments]
         self.unlock_waiting()
         if isinstance(error, PlanMismatch):
             # All ranks have launched the earlier buckets of the step, so the reductions of these buckets end soon. The
@@ -495,54 +486,14 @@ class Step:
             )
         self.prepare(None, communicator)
         for position in missing:
-            param, zeros = (
-                self._parameters[position].parameter,
-                self._zeros_at(position, self.agreed[position], communicator),
-            )
+            param, _, spec = self._parameters[position]
+            if self.memory is None:  # a new array, which the program may keep: it gets the result
+                zeros = communicator._arrays.empty(spec.shape, dtype_of(spec.dtype), None)
+            else:
+                zeros = self.memory.views[position]
+            communicator._arrays.zero(zeros)
             self.take(param, zeros, communicator)
             self.filled[_key_in_filled(param, position)] = zeros
-
-    def shadow(self, specs: Sequence[GradientSpec], communicator: Communicator, *, present: int) -> None:
-        """Takes part in a whole step of the other ranks, with zeros.
-
-        The statistics do not count this step and its gradients, but they count its buckets.
-
-        Args:
-            specs: the names, shapes and dtypes of the step's gradients, by position.
-            communicator: the communicator whose ranks reduce the gradients.
-            present: the number of ranks that have gradients.
-        """
-        reducer, statistics = self.reducer, self.reducer.statistics
-        steps, gradients = statistics.steps, statistics.gradients
-        reducer.begin_step(present)
-        try:
-            for position, spec in enumerate(specs):
-                parameter = spec if self._positions is None else self._parameters[position].parameter
-                self.take(parameter, self._zeros_at(position, spec, communicator, is_shadow=True), communicator)
-            self.flush(communicator)
-        finally:
-            reducer.begin_step()
-            statistics.steps, statistics.gradients = steps, gradients
-
-    def _zeros_at(
-        self, position: int, spec: GradientSpec, communicator: Communicator, *, is_shadow: bool = False
-    ) -> Any:
-        """Returns zeros for a missing gradient: the parameter's view of its bucket, or a new array.
-
-        The program may keep the array, which gets the result. Only if `is_shadow` is True, later steps use the array
-        again. Floating zeros are then negative: adding -0.0 changes no sum, but adding 0.0 to -0.0 gives 0.0.
-        """
-        dtype: Any = dtype_of(spec.dtype)
-        array = self._zeros.get(position) if is_shadow else None
-        if self.memory is not None:
-            array = self.memory.views[position]
-        elif array is None or array.shape != spec.shape or array.dtype != dtype:
-            array = communicator._arrays.empty(spec.shape, dtype, None)
-        if is_shadow:
-            self._zeros[position] = array
-        negative = {"f": -0.0, "V": -0.0, "c": complex(-0.0, -0.0)}.get(dtype.kind, 0)
-        communicator._arrays.fill(array, negative if is_shadow else 0)
-        return array
 
     def _reduce(self, complete: Sequence[Bucket], communicator: Communicator) -> None:
         """Reduces complete buckets, and completes their futures."""
@@ -575,8 +526,7 @@ class Step:
             raise leaving
 
     def _learn(self) -> None:
-        """Remembers a step that differs from the step before: its gradients, and the arrays that may arrive again."""
-        self.agreed = [assignment.spec for assignment in self.planner.assignments]
+        """Remembers which arrays may arrive again, after a step that differs from the step before."""
         entries, step = self._entries, self.ended
         self._entries = {at: entry for at, entry in entries.items() if entry.recurs and entry.arrived_in == step}
         self._seen = {

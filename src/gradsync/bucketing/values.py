@@ -194,7 +194,7 @@ class Values:
 
 
 class BucketWatch:
-    """Checks the values of one bucket before and after its reduction; see the class Stage in for_bucketing.py.
+    """Checks the values of one bucket before and after its reduction; see the class Watch in for_bucketing.py.
 
     Args:
         bucket, results, communicator, within: see Values.watch.

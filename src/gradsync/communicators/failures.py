@@ -252,7 +252,7 @@ def closed_failure(label: str, rank: int) -> RankFailed:
     """
     return RankFailed(
         f"{label}: rank {rank} closed the communicator while this rank still needed it; "
-        "check that all ranks run the same number of steps; for uneven data use `with sync.join():`",
+        "check that all ranks run the same number of steps; for uneven data see docs/uneven.md",
         rank=rank,
         phase="collective",
     )

@@ -19,14 +19,14 @@ from gradsync.futures import Completion
 from gradsync.reduction import Array, ReduceOp
 
 
-class Stage(Protocol):
-    """Work before and after the reduction of a list of arrays, in the same call and on the same stream."""
+class Watch(Protocol):
+    """Looks at the values of a list of arrays before and after their reduction, on the same stream."""
 
     def before(self, sources: Sequence[Array]) -> None:
         """Looks at this rank's values before the reduction."""
 
     def after(self, results: Sequence[Array]) -> None:
-        """Handles the reduced values, in place."""
+        """Looks at the reduced values."""
 
 
 class ListReduction:
@@ -77,14 +77,13 @@ class ListReduction:
             self._prepared = backend.prepare(sources, targets, op, checks)
 
     def run(
-        self, agreement: Agreement, *, stages: Sequence[Stage] = (), producers: Sequence[Any] = ()
+        self, agreement: Agreement, *, watch: Watch | None = None, producers: Sequence[Any] = ()
     ) -> Completion | None:
         """Reduces the arrays' current values.
 
         Args:
             agreement: the Agreement that describes this collective, for the comparison between the ranks.
-            stages: the work before and after the reduction. The methods `before` are called in the order of the list,
-                and the methods `after` in reverse order.
+            watch: looks at the values before and after the reduction.
             producers: marks (see Backend.mark_work) of the work that made the sources.
 
         Returns:
@@ -96,14 +95,14 @@ class ListReduction:
         """
         backend, sources, targets = self._backend, self._sources, self._targets
         with self._lifetime.collective("all_reduce", agreement), backend.launching(None, producers) as launch:
-            for stage in stages:
-                stage.before(sources)
+            if watch is not None:
+                watch.before(sources)
             if self._prepared is None:
                 backend.all_reduce(sources, targets, self._op, agreement)
             else:
                 self._prepared.run(agreement)
-            for stage in reversed(stages):
-                stage.after(targets)
+            if watch is not None:
+                watch.after(targets)
             for target, native in self._write_backs:
                 backend.bring_back(target, native, launch)
         return launch

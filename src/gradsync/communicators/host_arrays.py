@@ -11,7 +11,7 @@ import numpy as np
 from gradsync.communicators import host_values
 from gradsync.communicators.host_copy import CACHE_LINE_BYTES
 from gradsync.errors import InvalidArgument, UnsupportedDtype
-from gradsync.reduction import Array, divide_into
+from gradsync.reduction import Array
 
 DLPACK_CPU = 1
 DLPACK_CUDA_HOST = 3  # pinned host memory
@@ -67,18 +67,13 @@ class ArrayKind:
         """
         return np.empty(size, dtype)
 
-    def fill(self, native: Any, value: Any) -> None:
-        """Sets all elements of an array on the communicator's device to `value`."""
-        native[...] = value
+    def zero(self, native: Any) -> None:
+        """Sets all elements of an array on the communicator's device to 0."""
+        native[...] = 0
 
     def assign(self, native: Any, target: Any) -> None:
         """Copies the elements of `native` to `target`, an array on the communicator's device."""
         np.copyto(target, native)
-
-    def divide(self, flat: Any, count: int) -> None:
-        """Divides the floating or complex elements of `flat` by `count`, in place."""
-        with np.errstate(all="ignore"):  # all ranks have the same infinities
-            divide_into(flat, count, flat)
 
     def multiply_in_place(self, natives: Any, factor: float) -> None:
         """Multiplies arrays by a factor, on a GPU on the current stream; see host_values.multiply_in_place."""

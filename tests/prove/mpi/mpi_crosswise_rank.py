@@ -18,7 +18,7 @@ CHECKS = (
     checks.cross_later,
     checks.cross_names,
     checks.cross_first_with_later,
-    *[partial(checks.cross_event, event=event) for event in ("join", "bucket", "norm")],
+    *[partial(checks.cross_event, event=event) for event in ("bucket", "norm")],
     checks.make_more_on_one_rank,
     checks.make_at_different_lines,
 )
@@ -27,4 +27,4 @@ if __name__ == "__main__":
     with gs.init_process_group("mpi") as world:
         for check in CHECKS:
             check(world.split(0), "numpy")
-        sys.stdout.write(f"rank {world.rank} has come through {len(CHECKS)} checks\n")
+        sys.stdout.write(f"rank {world.rank} has come through all checks\n")

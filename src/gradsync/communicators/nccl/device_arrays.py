@@ -136,13 +136,16 @@ class DeviceArrays(ArrayKind):
         with cupy.cuda.Device(self._device_id):
             return cupy.empty(size, dtype) if _is_known(dtype) else cupy.empty(size * dtype.itemsize, np.uint8)
 
-    def fill(self, native: Any, value: Any) -> None:
+    def zero(self, native: Any) -> None:
         """See ArrayKind. The current stream writes the values."""
         with cupy.cuda.Device(self._device_id):
-            native[...] = value
+            native[...] = 0
 
     def divide(self, flat: Any, count: float) -> None:
-        """See ArrayKind. Divides half-precision values in float32, which represents every world size exactly."""
+        """Divides the floating or complex elements of `flat` by `count`, in place.
+
+        Half precision is divided in float32, which represents every world size exactly.
+        """
         parts = flat.view(part_dtype(flat.dtype))
         wide = accumulation_dtype(parts.dtype)
         with cupy.cuda.Device(self._device_id):
