@@ -256,7 +256,7 @@ def default_process_count(device_type: str = "auto") -> int:
 
 
 class MemoryGroup(NamedTuple):
-    """A memory control group (cgroup). Its methods return None for values that cannot be read.
+    """A memory control group (cgroup).
 
     Attributes:
         directory: the path of the folder with the files of the group.
@@ -271,16 +271,11 @@ class MemoryGroup(NamedTuple):
         """The path of the file with the memory limit; a hierarchy without the memory controller has no such file."""
         return f"{self.directory}/{'memory.limit_in_bytes' if self.is_v1 else 'memory.max'}"
 
-    def limit(self) -> int | None:
-        """Returns the group's memory limit in bytes, or None if there is no limit."""
-        limit = _number(self.limit_file)
-        return None if limit is None or limit >= 1 << 60 else limit  # in version 1 a value near 2**63 means no limit
-
     def available(self) -> int | None:
-        """Returns the number of bytes that the group's processes can still allocate; None if there is no limit."""
-        limit = self.limit()
+        """Returns the bytes that the group's processes can still allocate; None without a limit, or if not known."""
+        limit = _number(self.limit_file)
         used = _number(f"{self.directory}/{'memory.usage_in_bytes' if self.is_v1 else 'memory.current'}")
-        if limit is None or used is None:
+        if limit is None or used is None or limit >= 1 << 60:  # in version 1 a value near 2**63 means no limit
             return None
         # This memory is available too: it caches files that were not used recently, and the kernel drops it first.
         cached = numbered_line(

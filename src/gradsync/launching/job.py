@@ -127,11 +127,6 @@ class Job:
             self.own_address = address_towards(host, port)
             self.master_port = self.master_port or port_beside(port)
 
-    @property
-    def ranks(self) -> range:
-        """The ranks on this machine."""
-        return range(self.rank_start, self.rank_start + self.n_ranks)
-
 
 # -- Environment variables ---------------------------------------------------------------------------------------------
 
@@ -176,11 +171,7 @@ def rank_environment(
         own["CUDA_VISIBLE_DEVICES"] = job.gpus[local_rank]
     # Ranks do not inherit these variables: a secret of this process belongs to a different run, and the variables of
     # mpiexec describe this process.
-    of_gradsync = {
-        environment.SECRET,
-        environment.SECRET_FILE,
-        environment.HOSTED,
-    }
+    of_gradsync = {environment.SECRET, environment.SECRET_FILE, environment.HOSTED}
     removed = job.removed_variables | of_gradsync | variables_of_mpi(environ)
     kept = {name: value for name, value in environ.items() if name not in removed}
     blas = blas_thread_variables(job.n_ranks, environ)

@@ -14,6 +14,7 @@ import io
 import logging
 import operator
 import os
+import pickle
 import signal
 import sys
 import tokenize
@@ -21,9 +22,8 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from multiprocessing import ProcessError, popen_spawn_posix
+from multiprocessing import ProcessError, context, popen_spawn_posix, spawn
 from multiprocessing.reduction import ForkingPickler
-from pickle import PicklingError
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -233,26 +233,7 @@ def function_target(
         raise InvalidArgument(f"{who} needs args as a tuple, got {arguments!r}; one argument is written (value,)")
     name = name or function_name(function)
     _refuse_inside_rank(name)
-    return _pickled_target((function, tuple(arguments), dict(keywords)), name)
-
-
-def own_backend(who: str, backend: str) -> str:
-    """Returns gradsync's name of a backend: "gloo", a backend of PyTorch, becomes "shm", with a warning in the log."""
-    if backend != "gloo":
-        return backend
-    _log.warning("%s: gradsync has no backend gloo; the ranks use shm, which joins ranks of one host", who)
-    return "shm"
-
-
-def function_name(function: Callable[..., Any]) -> str:
-    """Returns the name of a function, for errors and `ps`."""
-    return getattr(function, "__qualname__", repr(function))
-
-
-def _pickled_target(call: _Call, name: str) -> Target:
-    import pickle
-    from multiprocessing import context, spawn
-
+    call = (function, tuple(arguments), dict(keywords))
     inherited = _InheritedDescriptors()
     preparation = spawn.get_preparation_data(name)
     main = MainModule()
@@ -271,6 +252,19 @@ def _pickled_target(call: _Call, name: str) -> Target:
     finally:
         context.set_spawning_popen(None)
     return Target(record, (name,), tuple(dict.fromkeys(inherited.descriptors)))
+
+
+def own_backend(who: str, backend: str) -> str:
+    """Returns gradsync's name of a backend: "gloo", a backend of PyTorch, becomes "shm", with a warning in the log."""
+    if backend != "gloo":
+        return backend
+    _log.warning("%s: gradsync has no backend gloo; the ranks use shm, which joins ranks of one host", who)
+    return "shm"
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Returns the name of a function, for errors and `ps`."""
+    return getattr(function, "__qualname__", repr(function))
 
 
 def _refuse_inside_rank(name: str) -> None:
@@ -317,14 +311,12 @@ class MainModule:
     """
 
     def __init__(self) -> None:
-        from multiprocessing import spawn
-
         preparation = spawn.get_preparation_data("main")
-        name, path = (preparation.get(f"init_main_from_{source}") for source in ("name", "path"))
-        self.is_imported = (path is not None and os.path.exists(path)) or (
-            # multiprocessing does not import the second kind of name again
-            name is not None and name.rpartition(".")[2] != "__main__"
-        )
+        name, path = preparation.get("init_main_from_name"), preparation.get("init_main_from_path")
+        if name is not None:
+            self.is_imported: bool = name.rpartition(".")[2] != "__main__"  # which multiprocessing leaves out
+        else:
+            self.is_imported = path is not None and os.path.exists(path)
 
     def defines_in_ranks(self, thing: Any) -> bool:
         """Returns whether the module, imported in a rank, defines this function or class of the module."""
@@ -379,7 +371,7 @@ def _pickler_by_name(main: MainModule) -> _Pickler:
     class Pickler(ForkingPickler):
         def reducer_override(self, thing: Any) -> Any:
             if _is_of_main(thing) and not main.defines_in_ranks(thing):
-                raise PicklingError(f"ranks do not find {thing.__qualname__}")
+                raise pickle.PicklingError(f"ranks do not find {thing.__qualname__}")
             return NotImplemented
 
     return Pickler

@@ -98,9 +98,9 @@ def launcher(
         The decorated function. A call returns a list of the return values of this machine's ranks, in rank order.
         The value is None, with a RuntimeWarning, for a process that exits with code 0 before the function returns. The
         call raises InvalidArgument if the function or an argument cannot be pickled, or if a return value cannot be
-        unpickled. The call raises RankFailed if a rank fails, or if its return
-        value cannot be pickled. The attributes of this error are the rank, its exit code and traceback, and the return
-        values of the ranks that had finished. The call raises AuthenticationError if the secret is missing,
+        unpickled. The call raises RankFailed if a rank fails, or if its return value cannot be pickled. The attributes
+        of this error are the rank, its exit code and traceback, and the return values of the ranks that had finished.
+        The call raises AuthenticationError if the secret is missing,
         RendezvousError if the port is taken, and BackendUnavailable if the ranks cannot be started. Ctrl-C raises
         KeyboardInterrupt. SIGTERM and SIGHUP raise SystemExit(128 + n), where n is the signal's number.
 

@@ -107,8 +107,10 @@ class OutputForwarder:
         out, err = (_descriptor_of(stream) for stream in (stdout, stderr))
         # Streams that lead to the same terminal or file share a thread, so that their lines do not mix.
         descriptors = (out,) if out == err or (out >= 0 and err >= 0 and _is_same_file(out, err)) else (out, err)
-        self._writers = [_Writer(descriptor, prefix, warnings=err) for descriptor in descriptors]
-        self._writers[0].prints_loss = True  # ranks see only that their pipe has no reader, not why
+        # Of standard output the loss is told: ranks see only that their pipe has no reader, not why.
+        self._writers = [
+            _Writer(descriptor, prefix, warnings=err, tells_loss=descriptor == out) for descriptor in descriptors
+        ]
         self._ranks: dict[int, RankOutput] = {}
 
     def add(self, rank: int, stdout_fd: int, stderr_fd: int) -> None:
@@ -189,9 +191,8 @@ class RankOutput:
         """Returns the last lines as text, each as a terminal shows it."""
         with self._lock:
             tail = self._tail
-        if (
-            len(tail) == _TAIL_BYTES
-        ):  # the tail begins within a line: drops this line, or only a broken character if there is no other line
+        if len(tail) == _TAIL_BYTES:
+            # The tail begins within a line: drops this line, or only a broken character if there is no other line.
             first, _, rest = tail.partition(b"\n")
             tail = rest or first.lstrip(_CONTINUATION_BYTES)
         lines = tail.replace(b"\r\n", b"\n").decode("utf-8", "replace").split("\n")
@@ -222,18 +223,16 @@ class _Writer(threading.Thread):
         descriptor: the descriptor to write to; -1 drops the output.
         prefix: whether each line begins with its rank.
         warnings: the descriptor that gets the warnings; -1 drops the warnings.
-
-    Attributes:
-        prints_loss: whether to print the reason if nothing can be written to the destination any more.
+        tells_loss: whether to print the reason if nothing can be written to the destination any more.
     """
 
-    def __init__(self, descriptor: int, prefix: bool, *, warnings: int) -> None:
+    def __init__(self, descriptor: int, prefix: bool, *, warnings: int, tells_loss: bool) -> None:
         super().__init__(name="gradsync output", daemon=True)
         self._descriptor = descriptor
         self._has_prefix = prefix
         self._warnings = warnings
         self._is_terminal = descriptor >= 0 and os.isatty(descriptor)
-        self.prints_loss = False
+        self._tells_loss = tells_loss
         self._streams: list[_RankStream] = []  # the streams that have not ended
         self._label_width = 0
         self._open: object = None  # the rank, or the stream of a rank, whose incomplete line is the last output
@@ -363,7 +362,7 @@ class _Writer(threading.Thread):
             if self._descriptor >= 0:
                 _write_all(self._descriptor, data)
         except OSError as error:
-            if self.prints_loss:
+            if self._tells_loss:
                 why = "its reader has gone" if error.errno == errno.EPIPE else error.strerror
                 self._warn(f"standard output cannot be written: {why}")
             for lost in list(self._streams):

@@ -185,7 +185,7 @@ class Supervisor:
                     rank = RankProcess(job.rank_start + local_rank)
                     self._start_rank(rank, record, environ, 0 if rank.rank == job.stdin_rank else null.fileno())
                     self._watch(rank)
-                    if self._is_asked_to_end():
+                    if self._handle_signals():
                         break
         except OSError as error:
             raise BackendUnavailable(_refusal(job.rank_start + len(self.ranks), error)) from error
@@ -206,7 +206,7 @@ class Supervisor:
         while self._output is not None and self._signal_number is None:
             if self._output.finish(_CHECK_SIGNALS_SECONDS):
                 break
-            self._is_asked_to_end()
+            self._handle_signals()
         outcomes = tuple(rank.outcome for rank in self.ranks)
         if self._output is not None:
             for outcome in outcomes:
@@ -277,7 +277,7 @@ class Supervisor:
             rank.abandon()
         self._selector.close()
 
-    def _is_asked_to_end(self) -> bool:
+    def _handle_signals(self) -> bool:
         """Handles the signals that have arrived; returns whether the job has to end."""
         for number in self._signals.read():
             self._handle_signal(number)
@@ -292,8 +292,7 @@ class Supervisor:
                 self._memory.look()
             for key, _ in events:
                 if key.data is None:
-                    for number in self._signals.read():
-                        self._handle_signal(number)
+                    self._handle_signals()
                 elif key.data.rank in self._running:
                     self._handle_event(key.data, key.fd)
                     self._report_change(key.data)
@@ -302,17 +301,18 @@ class Supervisor:
             self._record_failure(rank)
 
     def _handle_event(self, rank: RankProcess, descriptor: int) -> None:
-        if descriptor in (rank.status, rank.sentinel):
-            is_open = rank.read_status() and descriptor == rank.status
-            if rank.outcome.exit_code is not None or not is_open:
-                self._handle_end(rank)
-            if not is_open:
-                self._reap(rank)
+        if descriptor == rank.report:
+            if not rank.read_report():
+                self._selector.unregister(descriptor)
+            if rank.outcome.error is not None:  # recorded at once: threads of the rank may keep its process alive
+                self._record_failure(rank)
             return
-        if not rank.read_report():
-            self._selector.unregister(descriptor)
-        if rank.outcome.error is not None:  # recorded at once, because threads of the rank may keep its process alive
-            self._record_failure(rank)
+        # Another process may hold the status pipe open, so the end of the guard counts too.
+        is_over = not rank.read_status() or descriptor == rank.sentinel
+        if is_over or rank.outcome.exit_code is not None:
+            self._handle_end(rank)
+        if is_over:
+            self._reap(rank)
 
     def _handle_end(self, rank: RankProcess) -> None:
         """Handles the end of a rank; its guard may still be ending the processes that the rank started."""

@@ -1,8 +1,8 @@
 """Inside a rank process: runs the user's script, module or function, and sends its result or error to the launcher.
 
 `rank_process` starts the process, which calls `main`. This function forks the process: the parent becomes the guard,
-and the child is the rank. This module imports almost nothing before the user's code runs, because imports
-delay the start of every rank.
+and the child is the rank. This module imports almost nothing before the user's code runs, because imports delay the
+start of every rank.
 """
 
 from __future__ import annotations
