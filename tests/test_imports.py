@@ -58,6 +58,7 @@ INSIDE = {
     "launching.launcher": "bench",
     "launching.run": "cli",
     "rendezvous.client": "backend_choice communicators process_group",
+    "rendezvous.connection": "launching",
     "rendezvous.frames": "backend_choice communicators",
     "rendezvous.hosting": "communicators process_group",
     "rendezvous.secret_files": "launching",

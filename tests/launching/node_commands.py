@@ -26,6 +26,10 @@ if what == "fail":
     if int(who) == place.rank:
         raise ValueError("boom")
     client.barrier("never")
+if what == "busy":
+    if who and int(who) == place.rank:
+        raise ValueError("boom")
+    time.sleep(100)
 if what == "linger" and int(who) == place.rank:
     time.sleep(1.5)
 if what == "wait":

@@ -106,6 +106,28 @@ def test_a_failure_on_either_side_ends_both(nodes, culprit):
     assert re.search(rf"RankFailed: rank \d/4: .*rank {culprit}/4 \(pid \d+\) died", of_others), of_others
 
 
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_failure_ends_ranks_that_are_busy(nodes, culprit):
+    """No collective tells them, and no other launcher."""
+    run = nodes()
+    run.start_all(f"busy@{culprit}")
+    code, err = run.end(1 - culprit)
+    assert code == 1
+    assert re.search(rf"rank {1 - culprit} .* failed with exit code 1, because of rank {culprit}:\n", err), err
+    assert run.end(culprit)[1].endswith("ValueError: boom\n")
+
+
+def test_ranks_that_are_busy_end_with_the_server(nodes):
+    run = nodes()
+    run.start_all("busy")
+    for node in range(2):
+        run.await_ids(node)
+    run.processes[0].kill()
+    code, err = run.end(1)
+    assert code == 1
+    assert f"the rendezvous server at {run.rendezvous} is gone" in err
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_launcher_that_is_killed_ends_the_other(nodes, victim):
     run = nodes()

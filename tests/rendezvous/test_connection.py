@@ -26,7 +26,7 @@ from gradsync.machine import machine_identity
 from gradsync.rendezvous import client as client_module
 from gradsync.rendezvous import connection as connection_module
 from gradsync.rendezvous.connection import Connection, dial
-from gradsync.rendezvous.frames import DEATH, INVALID, FrameType
+from gradsync.rendezvous.frames import DEATH, INVALID, SILENCE, STUCK, TO_GENERATION, FrameType
 from gradsync.rendezvous.handshake import ServerProcess
 from gradsync.rendezvous.liveness import ProcessState
 from gradsync.rendezvous.server import RendezvousServer
@@ -163,6 +163,32 @@ def test_a_refused_message_that_nobody_waits_for_is_logged(wire: Wire, caplog) -
     assert [record.getMessage() for record in caplog.records] == [
         "rank 0/2: the rendezvous server refused a message: leave needs existing ranks"
     ]
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [(DEATH, True), (SILENCE, True), (STUCK, False)])
+def test_a_failure_of_the_world_is_told_once(wire: Wire, monkeypatch, kind: int, is_told: bool) -> None:
+    told: list[Exception] = []
+    monkeypatch.setattr(connection_module, "on_failure", told.append)
+    before = set(threading.enumerate())
+    wire.join()
+    wire.push((FrameType.PULSE,), (FrameType.FAILED, TO_GENERATION, kind, 1, "running", [], "rank 1/2 died"))
+    wire.server.close()
+    assert not wire.connection.run_once(has_input=True)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LONG_SECONDS)
+    assert told == [wire.connection.failure] * is_told
+
+
+def test_the_end_of_a_connection_that_never_joined_is_not_told(wire: Wire, monkeypatch) -> None:
+    """A flooded server drops it, and the client tries again."""
+    told: list[Exception] = []
+    monkeypatch.setattr(connection_module, "on_failure", told.append)
+    before = set(threading.enumerate())
+    wire.join()
+    wire.server.close()
+    assert not wire.connection.run_once(has_input=True)
+    assert set(threading.enumerate()) <= before
+    assert told == []
 
 
 def test_slow_server_is_worth_one_warning(wire: Wire, caplog) -> None:

@@ -34,7 +34,7 @@ main()"""
 
 
 @contextlib.contextmanager
-def start_record(target: Target, secret: bytes, *, shows_lines: bool) -> Iterator[int]:
+def start_record(target: Target, secret: bytes, *, shows_lines: bool, has_others: bool) -> Iterator[int]:
     """Yields the descriptor of an anonymous file with the start record, which every rank reads at its start.
 
     A pipe is not enough: when the pipe is full, the launcher would wait until a rank reads from the pipe, and could
@@ -44,8 +44,9 @@ def start_record(target: Target, secret: bytes, *, shows_lines: bool) -> Iterato
         target: the program of the ranks.
         secret: the secret of the run; b"" if the ranks find the secret themselves.
         shows_lines: whether the launcher shows the ranks' output line by line.
+        has_others: whether other launchers have ranks of the same run.
     """
-    record = target.record | {"secret": secret, "shows_lines": shows_lines}
+    record = target.record | {"secret": secret, "shows_lines": shows_lines, "has_others": has_others}
     with open(os.memfd_create("gradsync-start"), "wb") as file:
         file.write(marshal.dumps(record))
         file.flush()

@@ -177,8 +177,9 @@ class Supervisor:
                 self._output = self._make_output(self._restart)
                 self._stack.callback(self._output.finish, _LAST_OUTPUT_SECONDS)
             self._stack.callback(self._end_watching)
+            shows_lines, has_others = self._output is not None, job.world_size > job.n_ranks
             with (
-                start_record(job.target, endpoint.secret, shows_lines=self._output is not None) as record,
+                start_record(job.target, endpoint.secret, shows_lines=shows_lines, has_others=has_others) as record,
                 open(os.devnull, "rb") as null,
             ):
                 for local_rank, environ in enumerate(environs):

@@ -82,6 +82,10 @@ _THREAD_END_SECONDS = 0.2
 
 NO_REPORT = "(it reports nothing)"
 
+#: Called in a thread of its own when the world has failed, or its server is gone, unless a collective only took too
+#: long. A launcher that shares the run with other launchers sets it in its ranks, because nobody else tells it.
+on_failure: Callable[[GradsyncError], object] | None = None
+
 _log = logging.getLogger("gradsync.rendezvous")
 
 
@@ -405,6 +409,8 @@ class Connection:
         """
         if self.failure is None:
             self.failure = failure
+            if on_failure is not None and self.is_accepted and not isinstance(failure, CollectiveTimeout):
+                threading.Thread(target=on_failure, args=(failure,), name="gradsync-failure", daemon=True).start()
         for sequence in list(self._pending):
             self._end(sequence, None)
 

@@ -8,6 +8,7 @@ start of every rank.
 from __future__ import annotations
 
 import contextlib
+import functools
 import marshal
 import os
 import sys
@@ -29,6 +30,8 @@ HOW_TO_DEFINE = "define it above the `if __name__` line, at the top level of its
 _importing_main = False
 _runs_function = False
 _keep: list[Any] = []
+_reporters: list[str] = []  # who wanted to send this rank's report, the first first
+_BUSY_AFTER_SECONDS = 1.0
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
 
@@ -76,9 +79,13 @@ def _run(record: int, descriptors: GuardDescriptors) -> NoReturn:
             from gradsync.environment import hold_secret
 
             hold_secret(start["secret"])
+        if start["has_others"]:
+            from gradsync.rendezvous import connection
+
+            connection.on_failure = functools.partial(_report_failure_of_world, descriptors)
         _runs_function = start["kind"] == "function"
         result = _RUNNERS[start["kind"]](start)
-        if _runs_function and os.getpid() == process_id:
+        if _runs_function and os.getpid() == process_id and _claims_report("rank"):
             send_result(result, descriptors.report, descriptors.result_file)
     except SystemExit as error:
         if error.code not in (None, 0):
@@ -94,7 +101,8 @@ def _run(record: int, descriptors: GuardDescriptors) -> NoReturn:
             report_error(descriptors, error.refusal, is_unsendable=True)
         else:
             _remember(error)
-            report_error(descriptors, error)
+            if _claims_report("rank"):
+                report_error(descriptors, error)
         sys.exit(1)
     sys.exit(0)
 
@@ -223,6 +231,25 @@ def _remember(error: BaseException) -> None:
         sys.last_exc = error
 
 
+def _claims_report(who: str) -> bool:
+    """Returns whether this caller may send the rank's only report: the first that asks may."""
+    _reporters.append(who)
+    return _reporters[0] == who
+
+
+def _report_failure_of_world(descriptors: GuardDescriptors, error: BaseException) -> None:
+    """Sends the failure of the world, for a rank that is busy: its launcher hears nothing of ranks on other machines.
+
+    A rank that waits in a collective raises the failure itself, within the second.
+    """
+    import time
+
+    time.sleep(_BUSY_AFTER_SECONDS)
+    if _claims_report("world"):
+        with contextlib.suppress(OSError):  # the launcher is gone
+            send_error(descriptors.report, descriptors.result_file, _report_of(error))
+
+
 def report_error(descriptors: GuardDescriptors, error: BaseException, *, is_unsendable: bool = False) -> None:
     """Sends an error as text, so that it arrives even if the exception cannot be unpickled.
 
@@ -232,6 +259,17 @@ def report_error(descriptors: GuardDescriptors, error: BaseException, *, is_unse
             frames between the interpreter and the user's code.
         is_unsendable: whether the function returned, and only its result could not be sent.
     """
+    report = _report_of(error)._replace(is_unsendable=is_unsendable)
+    if sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(type(error), error, error.__traceback__)  # the user's crash reporter still runs
+    try:
+        send_error(descriptors.report, descriptors.result_file, report)
+    except OSError:
+        sys.stderr.write(report.text)  # the launcher cannot show the text
+
+
+def _report_of(error: BaseException) -> ErrorReport:
+    """Returns the report of an error, and takes gradsync's frames from the beginning of the error's traceback."""
     import traceback
 
     trace = error.__traceback__
@@ -245,20 +283,13 @@ def report_error(descriptors: GuardDescriptors, error: BaseException, *, is_unse
     shown.__notes__ = None  # type: ignore[attr-defined]  # the summary is the error, not its last note
     summary = list(shown.format_exception_only())[-1].split("\n")[0]
     consequence = _consequence_in(error)
-    report = ErrorReport(
+    return ErrorReport(
         text,
         summary,
         is_consequence=consequence is not None,
         missed_rank=_missed_rank(consequence),
-        is_unsendable=is_unsendable,
         is_timeout=isinstance(consequence, TimeoutError) or getattr(consequence, "was_silent", False),
     )
-    if sys.excepthook is not sys.__excepthook__:
-        sys.excepthook(type(error), error, trace)  # the user's crash reporter still runs
-    try:
-        send_error(descriptors.report, descriptors.result_file, report)
-    except OSError:
-        sys.stderr.write(text)  # the launcher cannot show the text
 
 
 def _is_raised_by_gradsync(error: BaseException) -> bool:
