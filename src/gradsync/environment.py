@@ -123,7 +123,7 @@ class Variable(str, Generic[T]):
 
     Attributes:
         default: the value if the variable is not set or is empty.
-        help: the variable's description, as in docs/environment.md.
+        help: the variable's description, as in docs/commands.md.
     """
 
     __slots__ = ("_parse", "default", "help")
@@ -281,7 +281,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str 
 def describe_unknown(meant: str | None) -> str:
     """Returns the warning about an unknown variable; `meant` is the name that the user probably meant, or None."""
     if meant is None:
-        return "gradsync has no such variable and ignores it; docs/environment.md lists all variables"
+        return "gradsync has no such variable and ignores it; docs/commands.md lists all variables"
     return f"gradsync has no such variable and ignores it; did you mean {meant}?"
 
 

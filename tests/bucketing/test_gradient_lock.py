@@ -112,7 +112,7 @@ def test_the_error_of_a_write_names_the_gradients() -> None:
     with pytest.raises(ValueError, match="read-only") as caught, sync.backward():
         sync("z", z)
         z += 1
-    text = "gradsync: the gradient of 'z' is read-only until its future is done; see docs/own_loop.md"
+    text = "gradsync: the gradient of 'z' is read-only until its future is done; see docs/your_loop.md"
     assert caught.value.__notes__ == [text]
     with pytest.raises(ValueError, match="read-only") as caught, sync.backward():
         sync("z", z)

@@ -324,7 +324,7 @@ class AllreduceCallback:
             one = len(names) == 1
             what = f"the gradient of {names[0]} is" if one else f"the gradients of {list_of_names(names)} are"
             until = "its future is done" if one else "their futures are done"
-            error.add_note(f"gradsync: {what} read-only until {until}; see docs/own_loop.md")
+            error.add_note(f"gradsync: {what} read-only until {until}; see docs/your_loop.md")
 
     def _check_between_steps(self, what: str) -> None:
         if self._step.count:

@@ -162,18 +162,18 @@ class Step:
         self.reducer.forget()
         self.memory = None
 
-    def agree_on_callback(self, communicator: Communicator) -> None:
+    def _agree_on_callback(self, communicator: Communicator) -> None:
         """Checks, at the first use on a communicator, that the other ranks use the same callback.
 
         Every rank must call it, before all other collectives of the callback.
         """
         if self._is_known:
             return
-        with self.noting_errors():
+        with self._noting_errors():
             self.reducer.events.change_callback(self._identity.agree(communicator))
         self._is_known = True
 
-    def prepare(self, gradient: Any, communicator: Communicator) -> None:
+    def _prepare(self, gradient: Any, communicator: Communicator) -> None:
         """Prepares the first step: compares the parameters' values, and allocates the buckets' memory, if needed.
 
         Every rank must call it, even a rank without gradients. All ranks compare first and allocate then, so that all
@@ -184,8 +184,8 @@ class Step:
             communicator: the communicator of the ranks.
         """
         if not self._has_compared and communicator.world_size > 1:
-            self.agree_on_callback(communicator)
-            with self.noting_errors():
+            self._agree_on_callback(communicator)
+            with self._noting_errors():
                 agreed = self.reducer.events.of_callback
                 warn_of_unequal_values(self._parameters, self._options.parameters, gradient, communicator, agreed)
             self._has_compared = True  # set only here, so that after PlanMismatch every rank compares again
@@ -198,8 +198,8 @@ class Step:
         """
         if self.memory is not None or not self._options.gradient_as_bucket_view:
             return
-        self.agree_on_callback(communicator)
-        with self.noting_errors():
+        self._agree_on_callback(communicator)
+        with self._noting_errors():
             self.memory = BucketMemory(self.planner.buckets, communicator, self.reducer.events.of_callback)
 
     def _fix_positions(self, communicator: Communicator) -> None:
@@ -246,7 +246,7 @@ class Step:
                     self._register(entry.key, entry.native, entry.name, communicator)
             else:
                 if not self.count:
-                    self.prepare(grad, communicator)
+                    self._prepare(grad, communicator)
                 entry = self._admit(param, grad, communicator)
             entry.arrived_in = self.ended
             self.count += 1
@@ -279,7 +279,7 @@ class Step:
             )
 
     def _note(self, entry: GradientEntry, communicator: Communicator) -> None:
-        """Records a gradient: the begin of a traced step, its digest in debug mode, and on a GPU the work before it."""
+        """Records a gradient: the begin of a traced step, and on a GPU the work before it."""
         if communicator._runs_beside_host:
             self._producers.setdefault(entry.bucket, []).append(communicator._mark_work())
         if trace.active is not None and self.count == 1:
@@ -403,7 +403,7 @@ class Step:
             end.has_begun = True
         try:
             if not self._is_known:
-                self.agree_on_callback(communicator)
+                self._agree_on_callback(communicator)
             if self.count < len(self._parameters):
                 self._complete(communicator)
             self._is_busy = True
@@ -427,7 +427,7 @@ class Step:
             self._raise_leaving()
 
     @contextmanager
-    def noting_errors(self) -> Iterator[None]:
+    def _noting_errors(self) -> Iterator[None]:
         """A context manager for collectives outside of take() and flush(); notes an error that all ranks raise."""
         try:
             yield
@@ -484,7 +484,7 @@ class Step:
                 f"{communicator.label}: no rank has handed over a gradient for {list_of_names(names)}: hand over one "
                 'for each parameter, or use AllreduceCallback(parameters=..., missing="zero")'
             )
-        self.prepare(None, communicator)
+        self._prepare(None, communicator)
         for position in missing:
             param, _, spec = self._parameters[position]
             if self.memory is None:  # a new array, which the program may keep: it gets the result
@@ -502,7 +502,7 @@ class Step:
                 end = self._ends[bucket.number]
                 end.has_begun = True
                 if not self._is_known:
-                    self.agree_on_callback(communicator)
+                    self._agree_on_callback(communicator)
                 producers = self._producers.get(bucket.number, ())
                 completion = self.reducer.reduce(bucket, self._entries, self.memory, communicator, self, producers)
                 self._finish(end, None, completion)
