@@ -91,81 +91,7 @@ class ResidentMemory:
         return None
 
 
-class ByteCollectives(ABC):
-    """The collectives that move bytes between ranks, without arithmetic.
-
-    The subclasses are Backend and the host path of the NCCL backend: see Backend.make_host_path.
-
-    Args:
-        rank: this rank's number in the communicator.
-        world_size: the number of ranks of the communicator.
-
-    Attributes:
-        rank, world_size: see Args.
-    """
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
-
-    @abstractmethod
-    def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
-        """Copies the sources of all ranks into the target of every rank, in rank order.
-
-        The source may be exactly this rank's part of the target.
-        """
-
-    @abstractmethod
-    def all_to_all(
-        self,
-        source: Array,
-        target: Array,
-        send_bounds: Bounds,
-        receive_bounds: Bounds,
-        largest: int,
-        agreement: Agreement,
-    ) -> None:
-        """Sends part i of every rank's source to rank i, whose target gets the parts of all ranks in rank order.
-
-        `largest` is the size in bytes of the largest part that any rank sends to any rank. An empty part is not sent.
-        """
-
-    def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        """Copies the sources of all ranks into the root's target, in rank order. The other ranks pass None as target.
-
-        The root's source may be exactly the root's part of the target.
-        """
-        sent, received = self.only_part(root, source.size), bounds
-        if target is None:
-            # Not source[:0], because `source` may be read-only.
-            target, received = np.empty(0, np.uint8), self.only_part(root, 0)
-        self.all_to_all(source, target, sent, received, largest_part(bounds), agreement)
-
-    def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        """Copies each rank's part of the root's source into that rank's target. The other ranks pass None as source."""
-        sent, received = bounds, self.only_part(root, target.size)
-        if source is None:
-            source, sent = target[:0], self.only_part(root, 0)
-        self.all_to_all(source, target, sent, received, largest_part(bounds), agreement)
-
-    def only_part(self, rank: int, size: int) -> Bounds:
-        """Returns the bounds of the ranks' parts if all `size` elements are the part of one rank."""
-        return bounds_of([size if other == rank else 0 for other in range(self.world_size)], 1)
-
-    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """Compares the digest, and all-gathers a list of int64 numbers; returns the list of each rank, in rank order.
-
-        All lists have the same length. The method returns when the numbers are in host memory.
-        """
-        mine = np.array(numbers, np.int64)
-        shared = np.empty((self.world_size, mine.size), np.int64)
-        bounds = bounds_of([mine.nbytes] * self.world_size, 1)
-        self.all_gather(mine.view(np.uint8), shared.reshape(-1).view(np.uint8), bounds, agreement)
-        rows: list[list[int]] = shared.tolist()
-        return rows
-
-
-class Backend(ByteCollectives):
+class Backend(ABC):
     """Moves bytes between the ranks of one communicator.
 
     A collective that takes an agreement must compare the agreement's digest between the ranks before it moves any data.
@@ -209,7 +135,8 @@ class Backend(ByteCollectives):
     lifetime: Lifetime
 
     def __init__(self, client: RendezvousClient | None, group: str, timeout_seconds: float) -> None:
-        super().__init__(0 if client is None else client.rank, 1 if client is None else client.world_size)
+        self.rank = 0 if client is None else client.rank
+        self.world_size = 1 if client is None else client.world_size
         self.client = client
         self.timeout_seconds = timeout_seconds
         self.ranks: tuple[int, ...] = (0,) if client is None else client.world_ranks
@@ -276,6 +203,62 @@ class Backend(ByteCollectives):
         """Copies the root's arrays into the writable arrays of the other ranks. There is at least one array."""
 
     @abstractmethod
+    def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
+        """Copies the sources of all ranks into the target of every rank, in rank order.
+
+        The source may be exactly this rank's part of the target.
+        """
+
+    @abstractmethod
+    def all_to_all(
+        self,
+        source: Array,
+        target: Array,
+        send_bounds: Bounds,
+        receive_bounds: Bounds,
+        largest: int,
+        agreement: Agreement,
+    ) -> None:
+        """Sends part i of every rank's source to rank i, whose target gets the parts of all ranks in rank order.
+
+        `largest` is the size in bytes of the largest part that any rank sends to any rank. An empty part is not sent.
+        """
+
+    def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
+        """Copies the sources of all ranks into the root's target, in rank order. The other ranks pass None as target.
+
+        The root's source may be exactly the root's part of the target.
+        """
+        sent, received = self.only_part(root, source.size), bounds
+        if target is None:
+            # Not source[:0], because `source` may be read-only.
+            target, received = np.empty(0, np.uint8), self.only_part(root, 0)
+        self.all_to_all(source, target, sent, received, largest_part(bounds), agreement)
+
+    def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
+        """Copies each rank's part of the root's source into that rank's target. The other ranks pass None as source."""
+        sent, received = bounds, self.only_part(root, target.size)
+        if source is None:
+            source, sent = target[:0], self.only_part(root, 0)
+        self.all_to_all(source, target, sent, received, largest_part(bounds), agreement)
+
+    def only_part(self, rank: int, size: int) -> Bounds:
+        """Returns the bounds of the ranks' parts if all `size` elements are the part of one rank."""
+        return bounds_of([size if other == rank else 0 for other in range(self.world_size)], 1)
+
+    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
+        """Compares the digest, and all-gathers a list of int64 numbers; returns the list of each rank, in rank order.
+
+        All lists have the same length. The method returns when the numbers are in host memory.
+        """
+        mine = np.array(numbers, np.int64)
+        shared = np.empty((self.world_size, mine.size), np.int64)
+        bounds = bounds_of([mine.nbytes] * self.world_size, 1)
+        self.all_gather(mine.view(np.uint8), shared.reshape(-1).view(np.uint8), bounds, agreement)
+        rows: list[list[int]] = shared.tolist()
+        return rows
+
+    @abstractmethod
     def exchange(self, send: Message | None, receive: Message | None) -> None:
         """Sends one message, receives one message, or does both at the same time."""
 
@@ -340,14 +323,6 @@ class Backend(ByteCollectives):
         The method is called while this communicator runs no collective. The caller asks the rendezvous server for
         failures, so this method need not ask for them.
         """
-
-    def make_host_path(self) -> ByteCollectives:
-        """Returns the object that moves pickled Python objects between the ranks in host memory.
-
-        All ranks call this method in their first collective on objects. The backend itself is the host path if its
-        arrays are in host memory.
-        """
-        return self
 
     # -- Launching ---------------------------------------------------------------------------------------------
 

@@ -1,8 +1,7 @@
 """Collectives on Python objects, for settings, metrics and file names; not for gradients.
 
 Objects are pickled to be sent. Unpickling can run code of the sender, so all ranks must trust each other: only
-processes that know the run's secret can be ranks. With a GPU backend the pickled bytes stay in host memory, see
-make_host_path in backend.py.
+processes that know the run's secret can be ranks. The pickled bytes travel as arrays of uint8, between GPUs over NCCL.
 
 If a rank's object cannot be pickled, that rank still takes part in the collective, and sends the reason instead of the
 object. So all ranks raise the error, and no rank waits for this rank until the deadline.
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement, agreement_on
-from gradsync.communicators.backend import Backend, ByteCollectives, bounds_of, checked_rank
+from gradsync.communicators.backend import Backend, bounds_of, checked_rank
 from gradsync.errors import InvalidArgument, describe
 from gradsync.reduction import Array
 
@@ -48,7 +47,6 @@ class Objects:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._path: ByteCollectives | None = None
 
     def all_gather(self, obj: Any) -> list[Any]:
         """Returns the objects of all ranks, in rank order.
@@ -136,27 +134,34 @@ class Objects:
             The bytes of the pickled objects that this rank gets, in rank order; and for each rank the sizes of the
             rank's pickled objects.
         """
-        with self._backend.lifetime.collective(agreement.describe().what, agreement):
-            if self._path is None:
-                self._path = self._backend.make_host_path()
-            shared = self._path.share_numbers(mine.numbers(count), agreement)
-            is_refused = any(sizes[0] < 0 for sizes in shared)
-            if is_refused:  # all ranks get the reasons instead of the objects
-                sent, root, sender = mine.refusal or b"", None, None
-                shared = [[max(0, -sizes[0])] for sizes in shared]
-            else:
-                sent = mine.pickles[0] if len(mine.pickles) == 1 else b"".join(mine.pickles)
-            bounds = bounds_of(list(map(sum, shared)) if sender is None else shared[sender], 1)
-            rank, source = self._backend.rank, np.frombuffer(sent, np.uint8)
-            is_receiver = root is None or root == rank
-            data = np.empty(bounds[-1] if is_receiver else 0, np.uint8)
-            if sender is not None:
-                data = np.empty(shared[sender][rank], np.uint8)
-                self._path.scatter(source if rank == sender else None, data, bounds, sender, agreement)
-            elif root is None:
-                self._path.all_gather(source, data, bounds, agreement)
-            else:
-                self._path.gather(source, data if is_receiver else None, bounds, root, agreement)
+        backend, arrays, rank = self._backend, self._backend.arrays, self._backend.rank
+        what = agreement.describe().what
+        backend.checked_stream(None, what)
+        with backend.lifetime.collective(what, agreement):
+            # On the communicator's own stream, so that the host need not wait for the work on the caller's stream.
+            with backend.launching(None, []) as launch:
+                shared = backend.share_numbers(mine.numbers(count), agreement)
+                is_refused = any(sizes[0] < 0 for sizes in shared)
+                if is_refused:  # all ranks get the reasons instead of the objects
+                    sent, root, sender = mine.refusal or b"", None, None
+                    shared = [[max(0, -sizes[0])] for sizes in shared]
+                else:
+                    sent = mine.pickles[0] if len(mine.pickles) == 1 else b"".join(mine.pickles)
+                bounds = bounds_of(list(map(sum, shared)) if sender is None else shared[sender], 1)
+                size = bounds[-1] if root in (None, rank) else 0
+                data = np.empty(size if sender is None else shared[sender][rank], np.uint8)
+                source = arrays.flat(np.frombuffer(sent, np.uint8))
+                target = arrays.flat(data) if arrays.is_viewed_flat(data) else arrays.scratch(data.size, data.dtype)
+                backend.keep(source)
+                if sender is not None:
+                    backend.scatter(source if rank == sender else None, target, bounds, sender, agreement)
+                elif root is None:
+                    backend.all_gather(source, target, bounds, agreement)
+                else:
+                    backend.gather(source, target if rank == root else None, bounds, root, agreement)
+                backend.bring_back(target, data, launch)
+            if launch is not None:
+                launch.wait()
         if is_refused:  # after the collective, because an error within it would end the communicator
             parts = enumerate(pairwise(bounds))
             reasons = {rank: data[begin:end].tobytes().decode() for rank, (begin, end) in parts if end > begin}

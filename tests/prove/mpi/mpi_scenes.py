@@ -70,6 +70,35 @@ def aborts(comm: Any) -> None:
     reduce_once(comm)
 
 
+class Failing:
+    """MPI's communicator, whose gathers and messages fail."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def fail(self, *_: Any, **__: Any) -> None:
+        from mpi4py import MPI
+
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+    Iallgather = Isend = fail
+
+
+def a_request_of_objects_fails(comm: Any) -> None:
+    """It ends like one of arrays: with gradsync's own error, and the buffers are kept."""
+    if comm.rank == 0:
+        backend = comm._backend
+        backend._comm = backend._requests.comm = Failing(backend._comm)
+    try:
+        comm.objects.all_gather("x")
+    except gs.MpiError:
+        tell(f"MpiError, buffers kept: {comm._backend._requests.has_abandoned}")
+        raise
+
+
 def answers_other_ranks_differently(comm: Any) -> None:
     """Each disagreement is raised on all that are part of it, and the communicator goes on."""
     array = np.ones(1000)
@@ -317,6 +346,7 @@ SCENES: dict[str, Callable[[Any], None]] = {
         stays_away,
         closes,
         aborts,
+        a_request_of_objects_fails,
         answers_other_ranks_differently,
         sends_to_the_other_first,
         one_of_an_exchange_is_refused,

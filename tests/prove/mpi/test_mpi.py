@@ -54,6 +54,10 @@ def test_an_exception_ends_the_job_on_open_mpi(open_mpi: Mpi, tmp_path: Path) ->
     assert "ValueError: wrong shapes in layer 3" in play(open_mpi, tmp_path, "raises", fails=True)
 
 
+def test_a_request_of_objects_that_fails(mpich: Mpi, tmp_path: Path) -> None:
+    assert "MpiError, buffers kept: True" in play(mpich, tmp_path, "a_request_of_objects_fails", fails=True)
+
+
 def test_a_rank_that_exits_is_named(mpich: Mpi, tmp_path: Path) -> None:
     told = play(mpich, tmp_path, "exits", fails=True)
     assert "RankFailed: rank 0/2: rank 1 closed the communicator while this rank still needed it" in told

@@ -26,7 +26,6 @@ from gradsync.communicators.nccl.device_arrays import DeviceArrays
 from gradsync.communicators.nccl.kernels import FusedPacker, pack_layout
 from gradsync.communicators.nccl.launch import Events, Launch, as_stream, refuse_capturing
 from gradsync.communicators.nccl.library import Nccl
-from gradsync.communicators.nccl.store_path import StorePath
 from gradsync.communicators.nccl.watcher import Watched
 from gradsync.diagnostics import trace
 from gradsync.errors import CollectiveTimeout, CommunicatorClosed, GradsyncError, NcclError, PlanMismatch, describe
@@ -410,15 +409,6 @@ class NcclBackend(Backend):
     def raise_if_ended(self, missing: list[int]) -> None:
         self._watched.raise_failure()
         self._comparison.raise_if_closed(missing)
-
-    def make_host_path(self) -> StorePath:
-        group = self.recorder.group
-        return StorePath(self.client, group, self._failures, self.timeout_seconds, self.agree, self._raise_end)
-
-    def _raise_end(self) -> None:
-        """Raises the communicator's failure, or RankFailed if another rank has closed the communicator."""
-        self._watched.raise_failure()
-        self._comparison.raise_if_closed()
 
     def release(self) -> None:
         if not self._watched.has_failed():
