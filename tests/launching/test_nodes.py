@@ -102,8 +102,10 @@ def test_a_failure_on_either_side_ends_both(nodes, culprit):
     told = rf"^gradsync: rank {culprit} \(pid \d+ on \S+\) failed with exit code 1:\nTraceback"
     assert re.search(told, of_culprit, re.MULTILINE)
     assert of_culprit.endswith("ValueError: boom\n")
-    assert f"because of rank {culprit}" in of_others
-    assert re.search(rf"RankFailed: rank \d/4: .*rank {culprit}/4 \(pid \d+\) died", of_others), of_others
+    # On a busy machine the other rank of the culprit's node, which its launcher ends, may be gone first.
+    gone = "[01]" if culprit == 0 else "[23]"
+    assert re.search(rf"because of rank {gone}:\n", of_others), of_others
+    assert re.search(rf"RankFailed: rank \d/4: .*rank {gone}/4 \(pid \d+\) died", of_others), of_others
 
 
 @pytest.mark.parametrize("culprit", [0, 1])

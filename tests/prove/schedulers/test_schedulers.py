@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -167,10 +166,3 @@ def test_workers_are_ranks(cluster: dict[str, str], library: str, example: str) 
         pytest.skip(f"{library} is not installed: pip install {library}")
     told = run([sys.executable, str(ROOT / "examples" / "workers" / example)], cluster)
     assert told.strip() == "[[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]"
-
-
-def test_the_page_names_every_recipe() -> None:
-    text = (ROOT / "docs" / "schedulers.md").read_text()
-    named = {(ROOT / "docs" / path).resolve() for path in re.findall(r"\]\((\.\./[^)]+)\)", text)}
-    assert all(path.exists() for path in named)
-    assert named == {*CLUSTERS.iterdir(), *(ROOT / "examples" / "workers").glob("*.py")}
