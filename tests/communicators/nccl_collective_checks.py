@@ -13,7 +13,7 @@ from nccl_checks import SECONDS, Calls, assert_all, full, held_up, side_stream
 from nccl_failure_checks import client, wait_until_told
 
 import gradsync as gs
-from contract import dtype_of, expect
+from contract import contribution, dtype_of, expect
 from kits import bring_to_rest
 
 ROWS = 600
@@ -214,6 +214,22 @@ def round_means_of_half_precision_once(comm: Any) -> None:
     assert (
         comm.all_reduce(cupy.full(5, 6e4, np.float16), "mean").get() == np.float16(6e4)
     ).all()  # their sum is too large
+
+
+def judge_values(comm: Any) -> None:
+    """Non-finite values and squares are found on the device as in float64 on the host, for each kind of dtype."""
+    arrays = comm._backend.arrays
+    for name in ("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "int32", "bool"):
+        for size in (0, 1, 5_000):
+            values = contribution(comm.rank, (size,), name)
+            squares = np.square(np.abs(values.astype(np.complex128))).sum()
+            assert arrays.all_finite(cupy.asarray(values)).get()
+            np.testing.assert_allclose(arrays.sum_of_squares(cupy.asarray(values)).get(), squares, rtol=1e-12)
+            for bad in (np.nan, np.inf, -np.inf) if size and name not in ("int32", "bool") else ():
+                values[size // 2] = bad
+                assert not arrays.all_finite(cupy.asarray(values)).get()
+    largest = cupy.full(1000, 65504, np.float16)
+    assert arrays.sum_of_squares(largest).get() == 1000 * 65504.0**2
 
 
 def uneven(comm: Any) -> list[int]:

@@ -32,6 +32,7 @@ def test_streams(place: Place, world_size: int, name: str) -> None:
         "reuse_host_arrays_at_once",
         "broadcast_in_one_go",
         "leave_no_group_open",
+        "judge_values",
     ],
 )
 def test_arrays_and_calls(place: Place, world_size: int, name: str) -> None:

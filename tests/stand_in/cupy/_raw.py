@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,36 +29,10 @@ def _split_chunks(blocks: int, threads: int, chunks: int, flat: int) -> None:
         _move(address, flat + offset, size)
 
 
-def _check(dtype: Any, blocks: int, threads: int, values: int, count: int, finite: int) -> None:
-    """Clears a flag unless all values are finite."""
-    if not np.isfinite(_values(values, count, dtype).astype(np.float64)).all():
-        device_bytes(finite, 1)[:] = 0
-
-
-def _square(dtype: Any, blocks: int, threads: int, values: int, count: int, sums: int) -> None:
-    """Each thread adds up the squares of every so-manieth value."""
-    wide = np.zeros(-(-count // (blocks * threads)) * blocks * threads)
-    wide[:count] = _values(values, count, dtype)
-    device_bytes(sums, blocks * threads * 8).view(np.float64)[:] = (wide * wide).reshape(-1, blocks * threads).sum(0)
-
-
-def _values(address: int, count: int, dtype: Any) -> np.ndarray:
-    dtype = np.dtype(dtype)
-    return device_bytes(address, count * dtype.itemsize).view(dtype)
-
-
-_VALUE_DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")}
-with contextlib.suppress(ImportError):
-    import ml_dtypes
-
-    _VALUE_DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
-
 # Each is called with the numbers of blocks and of threads in a block, and the arguments of its launch.
 _KERNELS: dict[str, Callable[..., None]] = {
     "pack_chunks": _pack_chunks,
     "split_chunks": _split_chunks,
-    **{f"check_{name}": partial(_check, dtype) for name, dtype in _VALUE_DTYPES.items()},
-    **{f"square_{name}": partial(_square, dtype) for name, dtype in _VALUE_DTYPES.items()},
 }
 
 
@@ -95,9 +67,7 @@ class RawModule:
 
     def get_function(self, name: str) -> Callable[..., None]:
         """Returns a kernel by its name."""
-        kind, _, dtype = name.partition("_")
-        is_made_by_macro = f"{kind}_##dtype" in self.code and f"VALUE_KERNELS({dtype}," in self.code
-        if name not in _KERNELS or not (name in self.code or is_made_by_macro):
+        if name not in _KERNELS or name not in self.code:
             raise CUDARuntimeError(SYMBOL_NOT_FOUND)
         return _Kernel(_KERNELS[name])
 

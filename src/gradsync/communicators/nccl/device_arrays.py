@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,14 +27,13 @@ from gradsync.communicators.host_arrays import (
     kind_of,
     span,
 )
-from gradsync.communicators.nccl.kernels import THREADS_PER_BLOCK, VALUE_SOURCE, blocks_for
 from gradsync.communicators.nccl.launch import await_results_in
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, accumulation_dtype, dtype_name, part_dtype
 
 _DLPACK_CUDA = 2
 _DLPACK_CUDA_MANAGED = 13
-_WITH_KERNELS = ("float16", "bfloat16", "float32", "float64")
+_FLOATING = ("float16", "bfloat16", "float32", "float64")
 
 
 class DeviceArrays(ArrayKind):
@@ -161,26 +159,16 @@ class DeviceArrays(ArrayKind):
     def all_finite(self, flat: Any) -> Any:
         """See ArrayKind."""
         parts = flat.view(part_dtype(flat.dtype))
-        name = dtype_name(parts.dtype)
         with cupy.cuda.Device(self._device_id):
-            finite = cupy.ones((), np.bool_)
-            if name in _WITH_KERNELS and parts.size:
-                _launch(f"check_{name}", parts, finite)
-            return finite
+            if dtype_name(parts.dtype) not in _FLOATING:
+                return cupy.ones((), np.bool_)
+            return cupy.isfinite(parts.astype(np.float32) if dtype_name(parts.dtype) == "bfloat16" else parts).all()
 
     def sum_of_squares(self, flat: Any) -> Any:
         """See ArrayKind."""
         parts = flat.view(part_dtype(flat.dtype))
-        name = dtype_name(parts.dtype)
         with cupy.cuda.Device(self._device_id):
-            if not parts.size:
-                return cupy.zeros((), np.float64)
-            if name not in _WITH_KERNELS:
-                wide = parts.astype(np.float64)
-                return (wide * wide).sum()
-            sums = cupy.empty(blocks_for(parts.size) * THREADS_PER_BLOCK, np.float64)
-            _launch(f"square_{name}", parts, sums)
-            return sums.sum()
+            return cupy.multiply(parts, parts, dtype=np.float64, casting="unsafe").sum()
 
     def writeable(self, native: Any) -> bool:
         """See ArrayKind."""
@@ -299,17 +287,3 @@ def _addresses_of(array: Any) -> Any:
         "typestr": f"|V{array.dtype.itemsize}",
     }
     return np.asarray(SimpleNamespace(__array_interface__=addresses))
-
-
-def _launch(kernel: str, values: Any, result: Any) -> None:
-    grid, block = (blocks_for(values.size), 1, 1), (THREADS_PER_BLOCK, 1, 1)
-    _kernels().get_function(kernel)(grid, block, (values, np.uint64(values.size), result))
-
-
-@lru_cache(maxsize=1)
-def _kernels() -> Any:
-    """Returns the CUDA module with the kernels of VALUE_SOURCE.
-
-    CuPy compiles the module for each device at its first use there.
-    """
-    return cupy.RawModule(code=VALUE_SOURCE)

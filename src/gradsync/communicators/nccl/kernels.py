@@ -1,4 +1,4 @@
-"""gradsync's CUDA kernels, and the packer that launches some of them. No other file contains CUDA source.
+"""gradsync's CUDA kernels, and the packer that launches them. No other file contains CUDA source.
 
 One kernel launch packs device arrays into a flat buffer, and one launch splits the buffer back into the arrays.
 pack_layout computes the offset of each array in the buffer, and cuts the arrays into chunks. FusedPacker keeps a table
@@ -6,10 +6,7 @@ of these chunks on the device and launches the kernels. Memory bandwidth limits 
 enough loads in flight. The host only launches one kernel; it uploads a new table of chunks only if the addresses of the
 arrays are new.
 
-Each kernel of VALUE_SOURCE reads every value of a flat array once. One kernel checks that the values are finite, and
-another kernel adds up their squares. The kernels use grid-stride loops, so that neighbouring threads read neighbouring
-values. Each thread writes its own partial sum. All threads that find a non-finite value clear the same flag.
-device_arrays.py launches these kernels. This file imports CuPy only when a FusedPacker is created.
+This file imports CuPy only when a FusedPacker is created.
 """
 
 from __future__ import annotations
@@ -110,93 +107,6 @@ extern "C" __global__ void split_chunks(const Chunk* chunks, char* flat) {
     const Chunk chunk = chunks[blockIdx.x];
     copy_chunk(flat + chunk.offset, reinterpret_cast<char*>(chunk.address), static_cast<unsigned>(chunk.size));
 }
-"""
-
-# The largest number of blocks of a launch, which fills an H200 (132 multiprocessors of 2,048 threads). The number of
-# partial sums, and so the order of the additions, must depend only on the size of the array, so that the same values
-# give the same bits.
-MAX_BLOCKS = 1056
-# Each thread reads at most this number of values, unless the array is too large for MAX_BLOCKS blocks. With a smaller
-# number, there would be more blocks, and so more partial sums to write and read.
-VALUES_PER_THREAD = 16
-
-VALUE_SOURCE = r"""
-typedef unsigned long long u64;
-
-__device__ u64 first_value() { return static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x; }
-
-__device__ u64 stride() { return static_cast<u64>(gridDim.x) * blockDim.x; }
-
-// NaN and infinity have all bits of the exponent set. All threads that find one write the same flag.
-template <typename Word>
-__device__ void clear_unless_finite(const Word* words, u64 count, Word exponent, bool* finite) {
-    bool found = false;
-    for (u64 i = first_value(); i < count; i += stride()) found |= (words[i] & exponent) == exponent;
-    if (found) *finite = false;
-}
-
-union Float32 {
-    unsigned int bits;
-    float value;
-};
-
-union Float64 {
-    u64 bits;
-    double value;
-};
-
-// Converts only the absolute value, because that is enough for a square. Multiplies in float64: flush-to-zero, if the
-// compiler uses it, sets small float32 values to zero, but not float64 values.
-struct Float16 {
-    unsigned short bits;
-    __device__ double widened() const {
-        const u64 magnitude = bits & 0x7fffu;
-        Float64 wide;
-        wide.bits = magnitude << 42;
-        if (magnitude >= 0x7c00) wide.bits |= 0x7ff0000000000000ull;
-        else wide.value *= 2.7430620343968443e+303;  // 2**1008: the biases of the exponents are 1023 and 15
-        return wide.value;
-    }
-};
-
-struct Bfloat16 {
-    unsigned short bits;
-    __device__ double widened() const {
-        Float32 wide;
-        wide.bits = static_cast<unsigned int>(bits) << 16;
-        return wide.value;
-    }
-};
-
-template <typename Real>
-struct Wide {
-    Real value;
-    __device__ double widened() const { return value; }
-};
-
-template <typename Value>
-__device__ void add_squares(const Value* values, u64 count, double* sums) {
-    double sum = 0.0;
-    for (u64 i = first_value(); i < count; i += stride()) {
-        const double value = values[i].widened();
-        sum += value * value;
-    }
-    sums[first_value()] = sum;
-}
-
-// The two kernels for one dtype: its values as integers, the bits of the exponent, and the type that widens a value.
-#define VALUE_KERNELS(dtype, Word, exponent, Value) \
-extern "C" __global__ void check_##dtype(const Word* words, u64 count, bool* finite) { \
-    clear_unless_finite<Word>(words, count, exponent, finite); \
-} \
-extern "C" __global__ void square_##dtype(const Value* values, u64 count, double* sums) { \
-    add_squares(values, count, sums); \
-}
-
-VALUE_KERNELS(float16, unsigned short, 0x7c00, Float16)
-VALUE_KERNELS(bfloat16, unsigned short, 0x7f80, Bfloat16)
-VALUE_KERNELS(float32, unsigned int, 0x7f800000u, Wide<float>)
-VALUE_KERNELS(float64, u64, 0x7ff0000000000000ull, Wide<double>)
 """
 
 
@@ -327,8 +237,3 @@ class FusedPacker:
             table = self._tables[key] = _DeviceTable(chunks, rows.size, stream)
             self._tables_bytes += rows.nbytes
         return table
-
-
-def blocks_for(count: int) -> int:
-    """Returns the number of CUDA blocks for a kernel that reads `count` values."""
-    return min(-(-count // (THREADS_PER_BLOCK * VALUES_PER_THREAD)), MAX_BLOCKS)

@@ -9,21 +9,14 @@ struct Index {
     unsigned x;
 };
 
-static Index blockIdx, threadIdx, blockDim, gridDim;
-
-const unsigned ALL_BLOCKS = ~0u;
-extern "C" {
-unsigned only_block = ALL_BLOCKS;  // a block that runs alone, of a grid over more memory than the host can go through
-}
+static Index blockIdx, threadIdx, blockDim;
 
 // Runs the threads in ascending or descending order: a result that depends on it is a race on the device.
 template <typename Kernel, typename... Arguments>
 void launch(Kernel kernel, unsigned blocks, unsigned threads, bool descending, Arguments... arguments) {
     blockDim.x = threads;
-    gridDim.x = blocks;
     for (unsigned long long step = 0, end = static_cast<unsigned long long>(blocks) * threads; step < end; ++step) {
         const unsigned long long place = descending ? end - 1 - step : step;
-        if (only_block != ALL_BLOCKS && place / threads != only_block) continue;
         blockIdx.x = static_cast<unsigned>(place / threads);
         threadIdx.x = static_cast<unsigned>(place % threads);
         kernel(arguments...);
