@@ -252,7 +252,7 @@ def test_a_name_that_means_loopback_on_node_0_is_warned_of(monkeypatch):
     """As /etc/hosts of Debian has it for the machine's own name."""
     monkeypatch.setattr(sockets, "look_up", lambda _host, port: socket.getaddrinfo("127.0.1.1", port, type=1))
     shown = io.StringIO()
-    options = Options(2, 0, f"head:{gs.free_port()}", b"s" * 32)
+    options = Options(2, 0, "head", gs.free_port(), b"s" * 32)
     with node_endpoint(options, Notices(shown)) as (endpoint, listener):
         assert endpoint.address == sockets.format_address(listener)
     assert shown.getvalue() == (

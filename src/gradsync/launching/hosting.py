@@ -33,14 +33,20 @@ class Nodes:
     Attributes:
         count: the number of machines.
         number: the number of this machine, from 0.
-        rendezvous: host:port of the rendezvous server, as the user wrote it; "" on one machine.
+        host, port: the address of the rendezvous server; on one machine, any port of loopback.
         secret: the secret of the run; b"" on one machine.
     """
 
     count: int = 1
     number: int = 0
-    rendezvous: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
     secret: bytes = field(default=b"", repr=False)
+
+    @property
+    def rendezvous(self) -> str:
+        """The address of the rendezvous server, as the user wrote it."""
+        return join_address(self.host, self.port)
 
 
 def check_nodes(
@@ -75,7 +81,7 @@ def check_nodes(
             "with --node-rank 0, and a port that is free there"
         )
     try:
-        host, _ = parse_address(rendezvous)
+        host, port = parse_address(rendezvous)
     except InvalidArgument as error:
         raise InvalidArgument(f"--rendezvous: {error}") from None
     if host in ("0.0.0.0", "::"):
@@ -88,7 +94,7 @@ def check_nodes(
             f"--nnodes {nnodes} needs --secret-file (or {SECRET_FILE}), so that nobody else can join the run: make one "
             f"with: {HOW_TO_MAKE_A_SECRET_FILE}, and copy it to every machine"
         )
-    return Nodes(nnodes, node_rank, rendezvous, secret)
+    return Nodes(nnodes, node_rank, host, port, secret)
 
 
 @contextlib.contextmanager
@@ -106,9 +112,9 @@ def node_endpoint(nodes: Nodes, notices: Notices) -> Iterator[tuple[Endpoint | N
     if nodes.number > 0:
         yield Endpoint(nodes.rendezvous, nodes.secret), None
         return
-    host, port = parse_address(nodes.rendezvous)
+    host = nodes.host
     try:
-        listener = bind_listener(host, port, if_taken="name another port in --rendezvous, on every machine")
+        listener = bind_listener(host, nodes.port, if_taken="name another port in --rendezvous, on every machine")
     except RendezvousError as error:
         if isinstance(error.__context__, OSError) and error.__context__.errno == errno.EADDRINUSE:
             raise

@@ -106,6 +106,7 @@ def run_command(
             endpoint=endpoint,
             listener=listener,
             backend=backend,
+            master_addr=nodes.host,
             gpus=devices,
             stdin_rank=reading_rank,
             grace_seconds=grace_seconds,

@@ -36,12 +36,12 @@ def run_on(machines, folder, address=None):
 def test_machines_meet_and_share_one_id(network, tmp_path, family):
     address = network[0].ipv4 if family == "ipv4" else f"[{network[0].ipv6}]"
     with run_on(network, tmp_path, address) as run:
-        run.start_all("none", "MASTER_PORT", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", ranks=2)
+        run.start_all("none", "MASTER_ADDR", "MASTER_PORT", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", ranks=2)
         found = [words for node in range(3) for words in run.await_ids(node, 2)]
         ends = run.end_all()
     assert [code for code, _ in ends] == [0, 0, 0]
     assert len({words[0] for words in found}) == 1
-    expected = [str(PORT + 1), "=eth0", "AF_INET6" if family == "ipv6" else "None"]
+    expected = [getattr(network[0], family), str(PORT + 1), "=eth0", "AF_INET6" if family == "ipv6" else "None"]
     assert [words[1:] for words in found] == [expected] * 6
 
 
