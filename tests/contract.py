@@ -224,7 +224,7 @@ NOTES: set[tuple[str, str, str]] = set()
 
 
 def note(collective: str, dtype: str, op: str = "") -> None:
-    """Notes that a result was right: the table of docs/collectives.md is made of these."""
+    """Notes that a result was right."""
     NOTES.add((collective, dtype, op))
 
 

@@ -1,4 +1,4 @@
-"""What docs/installing.md says of other platforms, as far as Linux can tell: with what it alone has hidden."""
+"""What docs/install.md says of other platforms, as far as Linux can tell: with what it alone has hidden."""
 
 from __future__ import annotations
 
