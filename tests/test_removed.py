@@ -7,22 +7,64 @@ from click.testing import CliRunner
 
 import gradsync as gs
 from gradsync.cli import main
+from gradsync.environment import check_variables
 from gradsync.removed import REMOVED
 
 
-def test_options_and_names_that_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for where in ("AllreduceCallback", "an AllreduceCallback", "gradsync", "gradsync run", "gradsync (command)"):
-        monkeypatch.setitem(REMOVED[where], "--old" if where == "gradsync run" else "old", "write new")
-    told = r"has no (--)?old any more \(removed in 0\.3\): write new"
-    with pytest.raises(gs.InvalidArgument, match=told):
-        gs.AllreduceCallback("mean", old=1)  # type: ignore[arg-type]
+def words_of(where: str) -> list[tuple[str, str]]:
+    assert REMOVED[where]
+    return list(REMOVED[where].items())
+
+
+@pytest.mark.parametrize(("word", "advice"), words_of("AllreduceCallback"))
+def test_an_option_of_the_callback(word: str, advice: str) -> None:
+    with pytest.raises(gs.InvalidArgument) as caught:
+        gs.AllreduceCallback("mean", **{word: None})  # type: ignore[arg-type]
+    assert str(caught.value) == f"AllreduceCallback has no {word} any more (removed in 0.3): {advice}"
+
+
+@pytest.mark.parametrize(("word", "advice"), words_of("an AllreduceCallback"))
+def test_a_method_of_the_callback(word: str, advice: str) -> None:
+    sync = gs.AllreduceCallback("mean")
+    with pytest.raises(gs.InvalidArgument) as caught:
+        getattr(sync, word)
+    assert str(caught.value).endswith(f"has no {word} any more (removed in 0.3): {advice}")
+    assert not hasattr(sync, word)
+
+
+@pytest.mark.parametrize(("word", "advice"), words_of("gradsync"))
+def test_a_name_of_the_package(word: str, advice: str) -> None:
+    with pytest.raises(gs.InvalidArgument) as caught:
+        getattr(gs, word)
+    assert str(caught.value).endswith(f"has no {word} any more (removed in 0.3): {advice}")
+    assert not hasattr(gs, word)
+
+
+@pytest.mark.parametrize(("option", "advice"), words_of("gradsync run"))
+def test_an_option_of_the_launcher(option: str, advice: str) -> None:
+    done = CliRunner().invoke(main, ["run", option, "x", "train.py"])
+    assert done.exit_code == 2
+    assert done.output.endswith(f"gradsync run has no {option} any more (removed in 0.3): {advice}\n")
+
+
+@pytest.mark.parametrize(("command", "advice"), words_of("gradsync (command)"))
+def test_a_command(command: str, advice: str) -> None:
+    done = CliRunner().invoke(main, [command, "x"])
+    assert done.exit_code == 2
+    assert done.output.endswith(f"gradsync has no {command} any more (removed in 0.3): {advice}\n")
+
+
+@pytest.mark.parametrize(("name", "advice"), words_of("gradsync (variables)"))
+def test_a_variable(name: str, advice: str) -> None:
+    check_variables({name: ""})  # as good as not set
+    with pytest.raises(gs.InvalidArgument) as caught:
+        check_variables({name: "1"})
+    assert name in str(caught.value)
+    assert str(caught.value).endswith(advice)
+
+
+def test_a_name_that_never_was_is_unknown() -> None:
     for owner in (gs, gs.AllreduceCallback("mean")):
-        with pytest.raises(gs.InvalidArgument, match=told):
-            getattr(owner, "old")  # noqa: B009
-        assert not hasattr(owner, "old")
-        with pytest.raises(AttributeError, match="no attribute 'never'"):
+        with pytest.raises(AttributeError, match="no attribute 'never'") as caught:
             getattr(owner, "never")  # noqa: B009
-    for words in (["old"], ["run", "--old", "train.py"]):
-        done = CliRunner().invoke(main, words)
-        assert done.exit_code == 2
-        assert "any more (removed in 0.3): write new" in done.output
+        assert not isinstance(caught.value, gs.InvalidArgument)

@@ -258,7 +258,7 @@ def refused_variables(
         environ: the environment variables.
         variables: the variables whose values the function checks.
     """
-    for name in REMOVED["gradsync (variables)"].keys() - set(VARIABLES):
+    for name in REMOVED["gradsync (variables)"]:
         try:
             if value_of(environ, name) is not None:
                 refuse_removed("gradsync (variables)", name)
