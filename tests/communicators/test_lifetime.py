@@ -144,7 +144,7 @@ def test_who_comes_again_from_within_is_not_taken_for_another_thread() -> None:
 def test_closing_raises_a_failure_unless_a_call_has_raised_it_in_other_words(rank: int, is_same: bool) -> None:
     comm = local_communicator()
     comm._lifetime.raised.add(gs.RankFailed("rank 0/4: rank 1 died", rank=1))
-    comm._lifetime.fail(gs.RankFailed(f"rank 0/2 of group 'a': rank {rank} died", rank=rank), is_raised=False)
+    comm._lifetime.fail(gs.RankFailed(f"rank 0/2 of group 'a': rank {rank} died", rank=rank))
     if is_same:
         comm.close()
     else:
