@@ -93,6 +93,24 @@ def test_the_first_difference_is_named_on_every_rank(place: Place, world_size: i
     assert "\n  rank 0: (no array of this name)" in by_rank[0][7]
 
 
+def name_ranks_of_the_world(comm: Any) -> None:
+    """Ranks 0 and 2 of the world are ranks 0 and 1 of their group; errors name them as the world does."""
+    group = comm.new_group([0, 2])
+    if not group:
+        return
+    changed = {"w": np.full(1, float(group.rank))}
+    error = expect(gs.PlanMismatch, lambda: gs.check_consistency(changed, group), "\n  rank 2: float64[1]")
+    assert sorted(error.descriptions) == [0, 2]
+    shorter = np.zeros(2 - group.rank)
+    error = expect(gs.PlanMismatch, lambda: gs.broadcast_tree(shorter, 1, group), "rank 2 (the root)")
+    assert list(error.descriptions) == [0]
+
+
+@pytest.mark.parametrize(("place", "world_size"), on(SHM, 3))
+def test_errors_of_a_group_name_ranks_of_the_world(place: Place, world_size: int) -> None:
+    place.run(world_size, name_ranks_of_the_world)
+
+
 def test_misuse_is_told() -> None:
     comm = local_communicator()
     for wrong in (np.ones(3), 3, None, "w"):

@@ -47,7 +47,6 @@ class StepEvents:
         self._reduce_op = op
         self._threshold_bytes = threshold_bytes
         self._callback: KnownCallback | None = None
-        self._others: dict[int, Agreement] = {}
         self._index = 0
         self.change_settings(settings)
 
@@ -62,19 +61,10 @@ class StepEvents:
         """Includes a callback, or no callback, in the digests of later events."""
         self._callback = callback
         self._known = []
-        self._others = {}
 
     def of_callback(self, agreement: Agreement) -> Agreement:
-        """Includes the callback in an Agreement of a collective outside the steps.
-
-        Before the callback's first use, the method returns the Agreement unchanged.
-        """
-        if self._callback is None:
-            return agreement
-        known = self._others.get(agreement.digest)
-        if known is None:
-            known = self._others[agreement.digest] = self._callback.include_in(agreement)
-        return known
+        """Includes the callback in an Agreement; before the callback's first use, returns the Agreement unchanged."""
+        return agreement if self._callback is None else self._callback.include_in(agreement)
 
     def begin_step(self) -> None:
         """Begins a step."""
@@ -96,13 +86,14 @@ class StepEvents:
 
     def _make(self, event: Bucket | Flush, index: int) -> Agreement:
         content = event.specs if isinstance(event, Bucket) else tuple(event)
-        agreement = Agreement(
-            digest_of("gradients", index, self._op, content),
-            partial(_describe, event, self._op, self._shown_options),
-            index,
-            partial(_summarise, event, self._op),
+        return self.of_callback(
+            Agreement(
+                digest_of("gradients", index, self._op, content),
+                partial(_describe, event, self._op, self._shown_options),
+                index,
+                partial(_summarise, event, self._op),
+            )
         )
-        return agreement if self._callback is None else self._callback.include_in(agreement)
 
 
 class Flush(NamedTuple):

@@ -131,15 +131,7 @@ class AllreduceCallback:
             group_or_world(group, "AllreduceCallback")
         self._backend = backend
         self._name = name
-        options = Options(
-            self.op,
-            threshold_bytes,
-            parameters,
-            missing,
-            gradient_as_bucket_view,
-            nonfinite,
-            clip_norm,
-        )
+        options = Options(self.op, threshold_bytes, parameters, missing, gradient_as_bucket_view, nonfinite, clip_norm)
         self._group = group
         self._step = Step(options, CallbackIdentity(name, group))
         self.statistics = self._step.reducer.statistics
@@ -297,16 +289,14 @@ class AllreduceCallback:
         call flush() again.
 
         If the body or the flush raises, gradsync cancels the futures that are not done, and aborts the communicator, so
-        that the other ranks raise RankFailed instead of waiting.
-        Every rank raises a PlanMismatch or NonFiniteGradient of the callback's own collectives. So after these two
-        errors the communicator stays usable.
+        that the other ranks raise RankFailed instead of waiting. Every rank raises a PlanMismatch or NonFiniteGradient
+        of the callback's own collectives. So after these two errors the communicator stays usable.
         """
         ended = self._step.ended
         try:
             yield
             # With missing="zero", a second flush would reduce a step of zeros.
-            is_flushed = self._step.ended > ended and not self._step.count
-            if not is_flushed:
+            if self._step.ended == ended or self._step.count:
                 self.flush()
         except BaseException as error:
             if isinstance(error, ValueError) and "read-only" in str(error):

@@ -174,7 +174,7 @@ class Planner:
     """
 
     def __init__(self, threshold_bytes: int | str, specs: Sequence[GradientSpec] | None = None) -> None:
-        self.threshold_bytes = checked_bytes("threshold_bytes", threshold_bytes)
+        self.threshold_bytes = _checked_bytes(threshold_bytes)
         self.assignments: list[Assignment] = []
         self.repeats = False
         self.buckets: list[Bucket] = []
@@ -240,12 +240,10 @@ class Planner:
         return self._rest
 
     def plan_step(self, specs: Sequence[GradientSpec]) -> list[Bucket]:
-        """Plans a whole step, and returns its buckets, in launch order."""
+        """Plans a whole step, and returns its buckets, in launch order. Only without `specs`."""
         complete: list[Bucket] = []
         for position, spec in enumerate(specs):
-            assignment = self.assign(spec, position)
-            completes = assignment.completes
-            complete += self.note_arrival(assignment.bucket) if completes is None else completes
+            complete += self.assign(spec, position).completes or ()
         return complete + self.flush(len(specs))
 
     def reset(self) -> None:
@@ -293,8 +291,8 @@ def plan_buckets(specs: Iterable[GradientSpec], threshold_bytes: int | str) -> l
     return Planner(threshold_bytes).plan_step(list(specs))
 
 
-def checked_bytes(name: str, size: object) -> int:
-    """Returns a size in bytes, given as an integer or as text: "25 MB" is 25 * 1024**2.
+def _checked_bytes(size: object) -> int:
+    """Returns the threshold in bytes, given as an integer or as text: "25 MB" is 25 * 1024**2.
 
     Raises:
         InvalidArgument: the size is neither an integer nor a text such as "25 MB", or it is below 1.
@@ -304,7 +302,9 @@ def checked_bytes(name: str, size: object) -> int:
         size_bytes = float(found["number"]) * _UNITS[found["unit"].upper().replace("IB", "B")]
         number = int(size_bytes) if math.isfinite(size_bytes) else None
     if number is None or number < 1:
-        raise InvalidArgument(f'{name} must be an integer of at least 1, or text such as "25 MB", got {size!r}')
+        raise InvalidArgument(
+            f'threshold_bytes must be an integer of at least 1, or text such as "25 MB", got {size!r}'
+        )
     return number
 
 

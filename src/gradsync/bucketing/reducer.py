@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradsync.bucketing.agreements import Flush, KnownCallback, StepEvents
+from gradsync.bucketing.agreements import Flush, StepEvents
 from gradsync.bucketing.gradient import BucketMemory, GradientEntry
 from gradsync.bucketing.guard import Holder, LockedGradients
 from gradsync.bucketing.lists import array_module
@@ -105,15 +105,6 @@ class Reducer:
         self._hook: BucketHook | None = None
         self._launched: list[Completion] = []  # this step's reductions that run beside the host
         self._last: dict[int, Reduction] = {}  # by bucket: reductions of the last step whose arrays may arrive again
-
-    def begin_with(self, callback: KnownCallback | None) -> None:
-        """Starts to use a new communicator, and forgets the arrays of the previous one.
-
-        Args:
-            callback: the callback's number and name on the new communicator; None before its first use there.
-        """
-        self.events.change_callback(callback)
-        self._last.clear()
 
     def use_hook(self, hook: BucketHook | None) -> None:
         """Uses a hook, or no hook, for the buckets of later steps; see AllreduceCallback.register_hook."""

@@ -134,11 +134,11 @@ class Step:
                     f"{communicator.label}: the group has changed in the middle of a backward pass: call flush() first"
                 )
             self.fail(GradientCancelled("the process group ended before the end of the backward pass"))
-        self.forget_memory()
+        self._forget_memory()
         if self._options.parameters is not None:
             self._fix_positions(communicator)
         known = self._identity.known_on(communicator)
-        self.reducer.begin_with(known)
+        self.reducer.events.change_callback(known)
         self._is_known = known is not None or communicator.world_size == 1
         communicator._lifetime.observe_end(self)
         self._state_of = communicator._arrays.state
@@ -150,13 +150,13 @@ class Step:
         if not self._options.gradient_as_bucket_view:
             raise InvalidArgument("gradient_buffers() needs AllreduceCallback(gradient_as_bucket_view=True)")
         self.begin_with(communicator)
-        self.forget_memory()
+        self._forget_memory()
         self._ensure_memory(communicator)
         views = [] if self.memory is None else self.memory.views
         given = self._options.parameters
         return dict(zip(given, views, strict=True)) if isinstance(given, Mapping) else list(views)
 
-    def forget_memory(self) -> None:
+    def _forget_memory(self) -> None:
         """Forgets the arrays of the last step and the buckets' memory; its views become ordinary arrays."""
         self._entries.clear()
         self.reducer.forget()
@@ -440,10 +440,7 @@ class Step:
             self.raised_on_all = error
 
     def fail(self, error: BaseException) -> None:
-        """Ends the step with an error, which the futures that are not done will raise.
-
-        This method forgets the arrays of this step and of the last step.
-        """
+        """Ends the step with an error, which the futures that are not done will raise; forgets all arrays."""
         self._note_raised_on_all(error)
         self.unlock_waiting()
         if isinstance(error, PlanMismatch):
@@ -493,7 +490,8 @@ class Step:
                 zeros = self.memory.views[position]
             communicator._arrays.zero(zeros)
             self.take(param, zeros, communicator)
-            self.filled[_key_in_filled(param, position)] = zeros
+            # The key is the parameter's name, or the index of an array, such as "#3".
+            self.filled[display_name(param, position) if hasattr(param, "dtype") else param] = zeros
 
     def _reduce(self, complete: Sequence[Bucket], communicator: Communicator) -> None:
         """Reduces complete buckets, and completes their futures."""
@@ -626,11 +624,6 @@ class Step:
 
 
 _position = attrgetter("position")
-
-
-def _key_in_filled(param: Any, position: int) -> Any:
-    """Returns the key of a parameter's result in `filled`: its name, or the index of an array, such as "#3"."""
-    return display_name(param, position) if hasattr(param, "dtype") else param
 
 
 def _twice(name: str, communicator: Communicator) -> InvalidArgument:
