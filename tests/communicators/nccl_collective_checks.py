@@ -279,7 +279,7 @@ def meet_exchange_in_any_order(comm: Any) -> None:
     """An exchange goes together with plain messages on the other side, whichever of the two comes first there."""
     for arrays in (cupy, np):  # the host waits for each message of its own
         for step, order in enumerate([(0, 1), (1, 0)] * 4):
-            size = 50 + (step if arrays is np else 0)  # what is new must be asked about
+            size = 50 + (step if arrays is np else 0)  # the size changes
             mine, other = arrays.full(size, comm.rank + step), arrays.full(size, -1)
             plain = [lambda m=mine: comm.send(m, 0), lambda o=other: comm.recv(o, 0)]
             if comm.rank == 0:

@@ -62,9 +62,8 @@ def step(comm: Any, collective: str) -> None:
         comm.barrier()
 
 
-def stall(comm: Any, collective: str, steps: int) -> tuple[tuple[int, ...], str]:
-    for _ in range(steps):
-        step(comm, collective)
+def stall(comm: Any, collective: str) -> tuple[tuple[int, ...], str]:
+    step(comm, collective)
     client: Any = process_group._client
     if comm.rank == 1:
         client.set("it loads", b"")
@@ -82,13 +81,10 @@ def without_prefix(text: str) -> str:
     return text.partition(": ")[2]
 
 
-# With ten steps NCCL launches without asking, so that its watcher finds the absence; with one, the question does.
-@pytest.mark.parametrize(
-    ("collective", "steps"), [("bucket", 1), ("bucket", 10), ("broadcast", 1), ("all_reduce", 10), ("barrier", 1)]
-)
+@pytest.mark.parametrize("collective", ["bucket", "broadcast", "all_reduce", "barrier"])
 @pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 3), *on(STAND_IN_STUCK, 2), *on(GPU, 2)])
-def test_a_rank_does_not_arrive_at_a_collective(place: Place, world_size: int, collective: str, steps: int) -> None:
-    verdicts = place.run(world_size, stall, collective, steps, collective_timeout_seconds=2.5)
+def test_a_rank_does_not_arrive_at_a_collective(place: Place, world_size: int, collective: str) -> None:
+    verdicts = place.run(world_size, stall, collective, collective_timeout_seconds=2.5)
     assert {missing for missing, _ in verdicts} == {(1,)}
     assert len({without_prefix(text) for _, text in verdicts}) == 1, verdicts
     text = verdicts[0][1]

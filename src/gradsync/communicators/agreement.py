@@ -154,14 +154,9 @@ class Agreement(NamedTuple):
         """Returns the event in one line, for the flight recorder."""
         return self.describe().headline if self.summarise is None else self.summarise()
 
-    def described(self, call_site: CallSite | None = None) -> Description:
-        """Returns the description that this rank sends to the other ranks.
-
-        Args:
-            call_site: the line of the user's program that ran the event. If `call_site` is None, the event is still
-                running, and the line is read from the stack.
-        """
-        return self.describe()._replace(call_site=find_call_site() if call_site is None else call_site)
+    def described(self) -> Description:
+        """Returns the description that this rank sends to the other ranks. Call it while the event runs."""
+        return self.describe()._replace(call_site=find_call_site())
 
 
 def digest_of(*parts: object) -> int:

@@ -276,9 +276,10 @@ class Exchanges:
 
     def arrive(self, request: Request, name: str, ranks: list[int] | None, value: bytes) -> list[Send]:
         """Records a rank's arrival and value; the last arrival releases all ranks."""
-        members = members_with(request, ranks, self._roster, repr(name))
-        if isinstance(members, Send):
-            return [members]
+        members = members_of(ranks, self._roster.world_size)
+        if members is None or request.rank not in members:
+            label, given = self._roster.label(request.rank), list_members(members or ranks or ())
+            return [request.refuse(f"{name!r} needs existing ranks that include {label}, got {given}")]
         if len(value) * len(members) > MAX_EXCHANGED_BYTES:
             limit = MAX_EXCHANGED_BYTES // len(members)
             needed = f"with {len(members)} ranks needs values of at most {limit} bytes each, got {len(value)} bytes"
@@ -369,15 +370,3 @@ class Departures:
         """Answers with the members that have left a group, each followed by its number of begun collectives."""
         left = sorted(self._left.get((name, members_of(ranks, self._roster.world_size) or ()), {}).items())
         return [request.reply([number for rank_and_position in left for number in rank_and_position])]
-
-
-def members_with(request: Request, ranks: list[int] | None, roster: Roster, what: str) -> Members | Send:
-    """Returns the members that a request names, or a refusal.
-
-    The refusal says that a member does not exist, or that the members do not include the request's own rank.
-    """
-    members = members_of(ranks, roster.world_size)
-    if members is not None and request.rank in members:
-        return members
-    label, given = roster.label(request.rank), list_members(members or ranks or ())
-    return request.refuse(f"{what} needs existing ranks that include {label}, got {given}")

@@ -113,8 +113,7 @@ class NcclBackend(Backend):
         end_phase = trace.phases_of(self.recorder)
         self.agree(agreement)
         end_phase("waiting")
-        if self._launch is not None:
-            self._launch.memory += source, target
+        self.keep(source, target)
         reduce(source, target, op)
         end_phase("launching")
 
@@ -276,7 +275,6 @@ class NcclBackend(Backend):
             messages[self.rank, send.peer] = send
         if receive is not None:
             messages[receive.peer, self.rank] = receive
-        self._watched.raise_failure()
         launch = self._launch
         assert launch is not None
         launch.peers = [self.ranks[message.peer] for message in messages.values()]
@@ -309,8 +307,7 @@ class NcclBackend(Backend):
     # -- Agreement -----------------------------------------------------------------------------------------------
 
     def agree(self, agreement: Agreement) -> None:
-        if self._watched.failure is not None:
-            self._watched.raise_failure()
+        self._watched.raise_failure()
         launch = self._launch
         if self.world_size > 1:
             self._watched.call = None  # the comparison has a deadline of its own
@@ -328,9 +325,12 @@ class NcclBackend(Backend):
         self.bring_back(token, np.zeros(1, np.int32), self._launch)  # makes the host wait
 
     def _raise_after(self, error: GradsyncError) -> NoReturn:
-        """Raises the error of a comparison, or the failure that caused it."""
-        if not isinstance(error, (NcclError, PlanMismatch)):  # _Launching finds the cause of NCCL's errors
-            self._watched.raise_cause(error)
+        """Raises an error, or the failure that ended the communicator and so caused the error."""
+        if not isinstance(error, PlanMismatch):
+            try:
+                self._watched.raise_failure()
+            except GradsyncError as cause:
+                raise cause from error
         raise error
 
     # -- Memory --------------------------------------------------------------------------------------------------
@@ -395,8 +395,7 @@ class NcclBackend(Backend):
         return checked
 
     def launching(self, stream: Any, producers: Sequence[Any] | None = None) -> _Launching:
-        if self._watched.failure is not None:
-            self._watched.raise_failure()
+        self._watched.raise_failure()
         return _Launching(self, stream, producers)
 
     def announce_close(self) -> None:

@@ -172,13 +172,11 @@ class Watched:
         if self._reporting is not None:
             self._reporting.wait(seconds)
 
-    def raise_cause(self, error: GradsyncError) -> NoReturn:
+    def raise_cause(self, error: NcclError) -> NoReturn:
         """Raises the failure that caused an error, if it is known or will soon be known; otherwise raises the error."""
         if self._client.world_size > 1:
             try:
-                self.raise_failure()
-                if isinstance(error, NcclError):  # the server may report the cause later
-                    await_cause(CAUSE_SECONDS, self._raise_known)
+                await_cause(CAUSE_SECONDS, self._raise_known)  # the server may report the cause later
             except GradsyncError as cause:
                 raise cause from error
         raise error
