@@ -123,6 +123,27 @@ def test_helpers_that_clean_up_may_do_so(tmp_path, how, other):
     assert not [name for name in names if Path("/dev/shm", name).exists()]
 
 
+def test_the_helper_of_torch_may_clean_up_too(tmp_path):
+    """It ends 2 s after its last user."""
+    source = """
+        import os, sys, time
+        helper = "import os, sys, time; sys.stdin.read(); time.sleep(2.0); os.unlink(sys.argv[2])"
+        segment = sys.argv[1]
+        open(segment, "w").close()
+        reader, writer = os.pipe()  # only the rank holds the write end
+        if os.fork() == 0:
+            os.close(writer)
+            os.setsid()
+            os.dup2(reader, 0)
+            os.execv(sys.executable, [sys.executable, "-c", helper, "torch_shm_manager", segment])
+        os.kill(os.getpid(), 9)
+        """
+    segment = tmp_path / "segment"
+    code, _, _ = command.run("run", "--no-prefix", "-n", 1, command.write_script(tmp_path, source), segment)
+    assert code == 137
+    assert not segment.exists()
+
+
 def test_a_helper_that_does_not_end_is_killed(tmp_path):
     source = """
         import os, subprocess, sys

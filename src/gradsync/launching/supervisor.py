@@ -48,7 +48,7 @@ _SETTLE_SECONDS = 0.1
 _ROOT_CAUSE_SECONDS = 1.0
 _AFTER_SILENCE_SECONDS = 0.05  # because all ranks that waited for a silent rank fail at the same moment
 _LOOK_SECONDS = 60.0
-_UNKILLABLE_SECONDS = 1.8  # a little longer than the guard tries to kill its rank
+_UNKILLABLE_SECONDS = 4.2  # a little longer than the guard needs at most, with helpers that clean up
 
 # One step of a plan that ends the ranks: the seconds to wait after the step before, and the signal to send then.
 _Step = tuple[float, int]

@@ -35,9 +35,9 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the signals to th
 _SWEEP_SECONDS = 1.5  # a process that is left after this time is stuck in the kernel
 _SWEEP_WAIT_SECONDS = 0.02
 # Helper processes of multiprocessing (also of loky's copy) and of torch. When the last process that uses one has gone,
-# its pipe closes, it removes the segments and semaphores that are left, and ends.
+# its pipe closes, it removes the segments and semaphores that are left, and ends; torch's helper after 2 s.
 _CLEANERS = (b"resource_tracker", b"torch_shm_manager")
-_CLEAN_UP_SECONDS = 1.0
+_CLEAN_UP_SECONDS = 2.5
 # Only before Linux 5.3: how often the guard checks whether the launcher is alive. The end of the command pipe is not
 # enough, because a child of the launcher may hold a copy of the pipe's write end.
 _LOOK_FOR_LAUNCHER_MS = 500
@@ -191,7 +191,9 @@ class _Guard:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         while self._reap_all() and (now := time.monotonic()) < deadline:
             for child in _children_of(os.getpid()):
-                if now >= cleaned_up_by or not _cleans_up(child):
+                if now < cleaned_up_by and _cleans_up(child):
+                    deadline = now + _SWEEP_SECONDS
+                else:
                     os.kill(child, signal.SIGKILL)  # a child that is not reaped: no other process has its id
             signal.sigtimedwait({signal.SIGCHLD}, _SWEEP_WAIT_SECONDS)
         os._exit(0 if self._rank_is_reaped else GAVE_UP)
