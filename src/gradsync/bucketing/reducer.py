@@ -254,10 +254,8 @@ class Reducer:
                 f"{type(returned).__name__}: write bucket.buffer[...] = ..."
             )
         if is_packed:
-            begin = 0
-            for target in targets:
-                arrays.assign(buffer[begin : begin + target.size], target)
-                begin += target.size
+            for slot, target in zip(bucket.slots, targets, strict=True):
+                arrays.assign(buffer[slot.begin : slot.end], target)
         if watch is not None:
             watch.after(targets)
         for target, native in reduction.write_backs:
