@@ -144,16 +144,38 @@ def test_the_helper_of_torch_may_clean_up_too(tmp_path):
     assert not segment.exists()
 
 
-def test_a_helper_that_does_not_end_is_killed(tmp_path):
-    source = """
-        import os, subprocess, sys
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os.kill(os.getppid(), 15); signal.pause()"])
+def test_a_helper_that_does_not_end_is_killed(tmp_path, end):
+    source = f"""
+        import os, signal, subprocess, sys
         program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "resource_tracker"])
         print(program.pid, flush=True)
-        os.kill(os.getpid(), 9)
+        {end}
         """
     code, out, _ = command.run("run", "--no-prefix", "-n", 1, command.write_script(tmp_path, source))
-    assert code == 137
+    assert code in (137, 143)
     assert command.is_gone(int(out))
+
+
+def test_the_launcher_that_kills_a_rank_waits_for_its_helpers(tmp_path):
+    source = """
+        import os, signal, subprocess, sys
+        if os.environ["RANK"] == "1":
+            sys.stdin.readline()
+            sys.exit(3)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "resource_tracker"])
+        print(program.pid, flush=True)
+        signal.pause()
+        """
+    script = command.write_script(tmp_path, source)
+    with command.start(
+        *("run", "--no-prefix", "-n", 2, "--stdin", 1, "--grace", 0.2, script), stdin=subprocess.PIPE
+    ) as process:
+        helper = int(process.stdout.readline())
+        process.communicate("\n")
+    assert process.returncode == 3
+    assert command.is_gone(helper)
 
 
 def test_killed_guard_takes_its_rank_with_it(tmp_path):

@@ -48,7 +48,8 @@ _SETTLE_SECONDS = 0.1
 _ROOT_CAUSE_SECONDS = 1.0
 _AFTER_SILENCE_SECONDS = 0.05  # because all ranks that waited for a silent rank fail at the same moment
 _LOOK_SECONDS = 60.0
-_UNKILLABLE_SECONDS = 4.2  # a little longer than the guard needs at most, with helpers that clean up
+_UNKILLABLE_SECONDS = 1.8  # a little longer than the guard tries to kill its rank
+_HELPERS_SECONDS = 2.4  # how much longer the guard of a killed rank may need for helpers that clean up
 
 # One step of a plan that ends the ranks: the seconds to wait after the step before, and the signal to send then.
 _Step = tuple[float, int]
@@ -424,7 +425,7 @@ class Supervisor:
 
     def _plan(self, *steps: _Step) -> None:
         """Plans the signals that end the ranks. The launcher abandons ranks that survive the last signal, SIGKILL."""
-        self._steps = [*steps, (_UNKILLABLE_SECONDS, _GIVE_UP)]
+        self._steps = [*steps, (_UNKILLABLE_SECONDS, _GIVE_UP), (_HELPERS_SECONDS, _GIVE_UP)]
         self._step_time = time.monotonic() + steps[0][0]
 
     def _send_due_signal(self) -> None:
@@ -433,7 +434,11 @@ class Supervisor:
             return
         number = self._steps.pop(0)[1]
         if number == _GIVE_UP:
-            self._gave_up = True
+            is_rank_left = any(rank.outcome.exit_code is None for rank in self._running.values())
+            if is_rank_left or not self._steps:
+                self._gave_up = True
+            else:
+                self._step_time = time.monotonic() + self._steps[0][0]
             return
         were_asked, self._asked_to_end = self._asked_to_end, True
         if number == signal.SIGKILL:
