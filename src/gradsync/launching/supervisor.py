@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from gradsync.launching.output import OutputForwarder
     from gradsync.rendezvous.server import RendezvousServer
 
-_LEAVING_SECONDS = 1.0  # after a failure: how long this launcher's server waits for the ranks of other launchers
+# After a failure: how long this launcher keeps its server for the ranks of other launchers. The server tells them at
+# once, and the report waits meanwhile.
+_LEAVING_SECONDS = 0.3
 _TELL_AFTER_SECONDS = 5.0
 _LAST_OUTPUT_SECONDS = 2.0  # how long to wait for a blocked terminal after a signal or an exception
 _CHECK_SIGNALS_SECONDS = 0.2
@@ -216,7 +218,7 @@ class Supervisor:
         return Outcome(outcomes, self._signal_number)
 
     def _wait_for_other_launchers(self) -> None:
-        """Keeps the server until the ranks of other launchers have left, or a signal comes; after a failure 1 s."""
+        """Keeps the server until the ranks of other launchers have left, or a signal comes; briefly after a failure."""
         if self._server is None or self._job.world_size == self._job.n_ranks:
             return
         has_failed = self._n_failures > 0 or self._signal_number is not None
