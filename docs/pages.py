@@ -73,9 +73,9 @@ def in_site(path: str) -> str:
 def _help(marker: re.Match[str]) -> str:
     """Returns the help of a command, as a block."""
     command = [sys.executable, "-m", *marker[1].split(), "--help"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "100"}
-    shown = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return f"```text\n{shown.stdout}```"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    shown = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return f"```text\n{shown.replace('python -m gradsync', 'gradsync')}```"
 
 
 def _home(uri: str) -> str:
