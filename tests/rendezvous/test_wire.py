@@ -70,11 +70,11 @@ statuses = st.dictionaries(groups, of_group, max_size=MAX_STATUS_GROUPS)
 tidings = st.one_of(
     st.tuples(
         st.just(FrameType.JOIN),
-        st.integers(0, 2**31),
-        st.integers(0, 2**31),
+        st.integers(0, 2**31 - 1),
+        st.integers(0, 2**31 - 1),
         st.just("boot pid:[1]"),
         st.just("node7"),
-        st.integers(0, 2**31),
+        st.integers(0, 2**31 - 1),
     ),
     st.tuples(st.just(FrameType.HEARTBEAT), progress),
     st.tuples(st.just(FrameType.STUCK), groups, members, positions, texts, timeouts, members, st.booleans()),

@@ -412,6 +412,7 @@ class NcclBackend(Backend):
     def release(self) -> None:
         if not self._watched.has_failed():
             self.drain()
+            self._watched.reap()  # so that the recorder has the end of every launch
         self._watched.stop()
         self._comparison.close()
         if not self._watched.has_failed():
