@@ -160,7 +160,6 @@ CONSTRUCTS = (
     "order by rank",
     "two callbacks interleaved",
     "flush() without a block",
-    "debug mode",
 )
 
 
@@ -551,7 +550,6 @@ class Program:
     backend: str
     world_size: int
     on_device: bool
-    is_debug: bool
     groups: list[Group]
     callbacks: list[Callback]
     steps: list[list[Event]]
@@ -615,7 +613,6 @@ class Program:
                 "awkward shapes": any(shape in AWKWARD for shape, _ in specs),
                 "order by rank": any(e.callback.parameters and len({*map(tuple, e.orders)}) > 1 for e in passes),
                 "flush() without a block": any(not event.callback.has_block for event in passes),
-                "debug mode": self.is_debug,
             }.items()
             if holds
         }
@@ -636,7 +633,7 @@ class Program:
         is_unflushed = any(plant.kind == "never flushed" and plant.rank >= 0 for plant in self.plants)
         seconds = 1.0 if is_unflushed or set(self.kinds) & set(AT_THE_DEADLINE) else 60.0
         backend = {"stand-in": "nccl"}.get(self.backend, self.backend)
-        options = f'"{backend}", collective_timeout_seconds={seconds}' + (", debug=True" if self.is_debug else "")
+        options = f'"{backend}", collective_timeout_seconds={seconds}'
         begin = [f"world = gs.init_process_group({options})"]
         if self.on_device:
             begin.insert(0, "import cupy")
@@ -830,7 +827,7 @@ def _draw_right(rng: Random, seed: int, backend: str, world_size: int, wanted: s
             steps.append(step)
     if not steps:
         steps.append([_draw_pass(rng, callbacks[0], world_size)])
-    program = Program(seed, backend, world_size, on_device, chance(0.16), groups, callbacks, steps, None)
+    program = Program(seed, backend, world_size, on_device, groups, callbacks, steps, None)
     for number, event in enumerate(program.events):
         event.number = number
         if isinstance(event, Interleaved):

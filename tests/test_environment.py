@@ -320,7 +320,6 @@ READ = {
     "GRADSYNC_LOG": ([("info", "INFO"), ("Debug", "DEBUG")], None, ["loud"]),
     "GRADSYNC_FLIGHT_RECORDER_ENTRIES": ([("1", 1), ("1000000", 10**6)], 64, ["0", "1000001", "many", "1_0", "٣"]),
     "GRADSYNC_TRACE": ([("/t", "/t")], None, []),
-    "GRADSYNC_DEBUG": ([("1", True)], False, ["true"]),
 }
 
 

@@ -403,26 +403,6 @@ def test_plain_ranks_without_our_launcher(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("gradsync-*.secret")] == ["gradsync-stale.secret"]
 
 
-def test_debug_as_text_is_refused() -> None:
-    """The text "no" would switch the debug mode on."""
-    with pytest.raises(gs.InvalidArgument, match="debug needs to be True, False or None, got 'no'"):
-        gs.init_process_group("local", debug="no")  # type: ignore[arg-type]
-
-
-def test_a_word_in_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRADSYNC_DEBUG", "yes")
-    with pytest.raises(gs.InvalidArgument, match="GRADSYNC_DEBUG"):
-        gs.init_process_group("local")
-
-
-def test_ranks_that_differ_in_debug_are_refused(tmp_path: Path) -> None:
-    script = "import os, gradsync as gs\ngs.init_process_group('shm', debug=os.environ['RANK'] == '1')"
-    (_, first), (_, second) = [p.communicate(timeout=60) for p in start_plain_ranks(tmp_path, 2, script=script)]
-    text = "rank 0 has debug=False, rank 1 has debug=True: all ranks need the same"
-    assert f"InvalidArgument: rank 0/2: {text}" in first
-    assert f"InvalidArgument: rank 1/2: {text}" in second
-
-
 def test_ranks_with_different_addresses_say_where_theirs_is_from(tmp_path: Path) -> None:
     script = (
         "import os, gradsync as gs\n"

@@ -23,6 +23,13 @@ def test_an_option_of_the_callback(word: str, advice: str) -> None:
     assert str(caught.value) == f"AllreduceCallback has no {word} any more (removed in 0.3): {advice}"
 
 
+@pytest.mark.parametrize(("word", "advice"), words_of("init_process_group"))
+def test_an_argument_of_init_process_group(word: str, advice: str) -> None:
+    with pytest.raises(gs.InvalidArgument) as caught:
+        gs.init_process_group("local", **{word: None})  # type: ignore[arg-type]
+    assert str(caught.value) == f"init_process_group has no {word} any more (removed in 0.3): {advice}"
+
+
 @pytest.mark.parametrize(("word", "advice"), words_of("an AllreduceCallback"))
 def test_a_method_of_the_callback(word: str, advice: str) -> None:
     sync = gs.AllreduceCallback("mean")

@@ -75,7 +75,6 @@ def test_one_that_has_gone_is_refused_by_functions_that_start_ranks(start, monke
     [
         ("GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS", "soon", "needs to be a finite number of seconds above 0, got 'soon'"),
         ("GRADSYNC_FLIGHT_RECORDER_ENTRIES", "0", "needs to be an integer from 1 to 1000000, got '0'"),
-        ("GRADSYNC_DEBUG", "true", "needs to be 0 or 1, got 'true'"),
         ("GRADSYNC_ALLOW_SHARED_GPU", "yes", "needs to be 0 or 1, got 'yes'"),
         ("GRADSYNC_LOG", "loud", "needs to be debug, info, warning, error or critical, got 'loud'"),
     ],

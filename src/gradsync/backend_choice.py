@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from gradsync.backends import TABLE
 from gradsync.communicators.backend import Backend
 from gradsync.communicators.communicator import Communicator
-from gradsync.environment import BACKEND, DEBUG, SOURCES_WITH_MPI, RankEnvironment, WorldSettings
+from gradsync.environment import BACKEND, SOURCES_WITH_MPI, RankEnvironment, WorldSettings
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
 from gradsync.machine import count_gpus
 
@@ -160,8 +160,7 @@ def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSetti
         is_checked: whether choose_before_joining() has checked that this rank can use the backend `wanted`.
 
     Raises:
-        InvalidArgument: the ranks ask for different backends, or only some ranks ask for the debug mode. All ranks
-            raise this error.
+        InvalidArgument: the ranks ask for different backends. All ranks raise this error.
         BackendUnavailable: the backend `wanted` cannot connect the ranks; for "auto", no backend can. All ranks raise
             this error.
         RendezvousTimeout, RankFailed: a rank did not call this function, or died.
@@ -169,9 +168,7 @@ def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSetti
     from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES  # imported here: a single rank does not need it
 
     mine = _offer_of_gpu(settings) if wanted == "auto" else _YES if is_checked else _offer(wanted, settings)
-    offer = f"{wanted}\n{settings.debug}\n{mine}".encode()[
-        : min(_MAX_OFFER_BYTES, MAX_EXCHANGED_BYTES // client.world_size)
-    ]
+    offer = f"{wanted}\n{mine}".encode()[: min(_MAX_OFFER_BYTES, MAX_EXCHANGED_BYTES // client.world_size)]
     offers = client.exchange("backend/offers", offer, timeout_seconds=settings.timeout_seconds)
     if client.rank == 0:
         try:
@@ -192,16 +189,11 @@ def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSetti
 def _decide(offers: Sequence[str], wanted: str, settings: WorldSettings) -> tuple[str, str]:
     """Returns the backend for all ranks, and the reason for the choice; only rank 0 calls this function.
 
-    `offers` has a text for each rank, with the rank's wanted backend, debug mode and offer on separate lines. `wanted`
-    and `settings` are those of rank 0. For the errors see agree_on_backend.
+    `offers` has a text for each rank, with the rank's wanted backend and offer on separate lines. `wanted` and
+    `settings` are those of rank 0. For the errors see agree_on_backend.
     """
     own_offers = []
-    for rank, (its_wanted, debug, own_offer) in enumerate(offer.split("\n", 2) for offer in offers):
-        if debug != str(settings.debug):
-            raise InvalidArgument(
-                f"rank 0 has debug={settings.debug}, rank {rank} has debug={debug}: all ranks need the same "
-                f"value, set by init_process_group or {DEBUG}"
-            )
+    for rank, (its_wanted, own_offer) in enumerate(offer.split("\n", 1) for offer in offers):
         if its_wanted != wanted:
             raise InvalidArgument(
                 f"rank {rank} asks for backend {its_wanted!r}, rank 0 for {wanted!r}: all ranks need the same "

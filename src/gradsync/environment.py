@@ -231,12 +231,6 @@ TRACE = Variable(
     "Folder for Chrome traces. The files show when each rank trained, packed, waited and reduced. At the end gradsync "
     "prints where a step's time went, and which rank the others waited for most.",
 )
-DEBUG = Variable(
-    "GRADSYNC_DEBUG",
-    _switch,
-    False,
-    '"1" turns on the debug mode: the ranks compare every collective before data moves, on every backend.',
-)
 
 #: All variables, in the order of the documentation.
 VARIABLES: tuple[Variable[object], ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
@@ -512,7 +506,7 @@ class WorldSettings(NamedTuple):
 
     Attributes:
         place: this process's rank, and the other values that its launcher has set.
-        address, device, timeout_seconds, collective_timeout_seconds, allow_shared_gpu, debug: the arguments of
+        address, device, timeout_seconds, collective_timeout_seconds, allow_shared_gpu: the arguments of
             init_process_group with these names.
     """
 
@@ -522,7 +516,6 @@ class WorldSettings(NamedTuple):
     timeout_seconds: float
     collective_timeout_seconds: float
     allow_shared_gpu: bool
-    debug: bool = False
 
 
 def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvironment | None:

@@ -45,7 +45,6 @@ from gradsync.environment import (
     ALONE,
     BACKEND,
     COLLECTIVE_TIMEOUT_SECONDS,
-    DEBUG,
     RankEnvironment,
     WorldSettings,
     alone_without_launcher,
@@ -68,6 +67,7 @@ from gradsync.errors import (
     uncaught_error,
 )
 from gradsync.futures import raise_refused
+from gradsync.removed import refuse_removed
 
 if TYPE_CHECKING:  # not imported at run time: a world of one rank does not need it, and should start fast
     from gradsync.rendezvous.client import RendezvousClient
@@ -105,7 +105,6 @@ def init_process_group(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     collective_timeout_seconds: float = DEFAULT_COLLECTIVE_TIMEOUT_SECONDS,
     allow_shared_gpu: bool = False,
-    debug: bool | None = None,
     **removed: NoReturn,  # so that type checkers refuse misspelt arguments
 ) -> Communicator:
     """Joins the other ranks and makes the world's communicator. Every rank must call this function.
@@ -134,15 +133,13 @@ def init_process_group(
             GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS is set, its value takes precedence.
         allow_shared_gpu: whether several ranks may use one GPU through NCCL. Ranks on a shared GPU are slow, so this is
             only for tests. The variable GRADSYNC_ALLOW_SHARED_GPU=1 has the same effect.
-        debug: whether to use the debug mode, the same on all ranks. In this mode, the ranks compare every collective
-            before data moves, on every backend. None means the value of GRADSYNC_DEBUG. See docs/debugging.md.
 
     Returns:
         The world's communicator; gs.get_communicator() returns it too.
 
     Raises:
         InvalidArgument: the process group is initialised already, no rank is known, an argument or variable is invalid,
-            the ranks ask for different backends, or only some ranks ask for the debug mode.
+            or the ranks ask for different backends.
         TypeError: an argument has an unknown name.
         BackendUnavailable: the backend cannot connect these ranks; the error message says why.
         AuthenticationError, RendezvousTimeout, RendezvousError, RankFailed: the ranks could not join.
@@ -152,6 +149,8 @@ def init_process_group(
     if removed:
         from inspect import signature  # imported here: only errors need it
 
+        for word in removed:
+            refuse_removed("init_process_group", word)
         refuse_words("init_process_group", removed, signature(init_process_group).parameters, _FOREIGN)
     configure_logging()
     if get_initial_world() is not None:
@@ -166,8 +165,6 @@ def init_process_group(
     for name, value in seconds.items():
         if not is_number(value) or not value > 0:
             raise InvalidArgument(f"{name} needs to be a number of seconds above 0, got {value!r}")
-    if debug not in (None, True, False):  # the text "no" would switch the debug mode on
-        raise InvalidArgument(f"debug needs to be True, False or None, got {debug!r}")
     place = _find_place(backend, rank, world_size, address)
     if place.local_rank == 0:  # one warning on each machine is enough
         warn_of_unknown_variables()
@@ -178,7 +175,6 @@ def init_process_group(
         timeout_seconds,
         COLLECTIVE_TIMEOUT_SECONDS.read() or collective_timeout_seconds,
         ALLOW_SHARED_GPU.read() or allow_shared_gpu,
-        DEBUG.read() if debug is None else bool(debug),
     )
     trace.begin(place.rank)
     wanted = choose_before_joining(backend, settings)

@@ -14,6 +14,7 @@ _ADD_UP = "add gradients up in arrays of your own, and hand over each sum once"
 _UNEVEN = "docs/uneven.md shows the two lines that average over uneven batches"
 _SIZES = "pass the number of rows of each rank; comm.all_gather(np.array([len(array)])) gives this list"
 _REPORT = "the launcher's report shows where each rank is, and print(comm.recorder) the last collectives"
+_COMPARED = "leave it out: the ranks compare every collective before data moves, on every backend"
 _TRACE = "gradsync run --trace DIR writes a Chrome trace that https://ui.perfetto.dev opens"
 
 #: Where a user types the word -> the word -> what to write instead.
@@ -32,6 +33,7 @@ REMOVED: dict[str, dict[str, str]] = {
         "join": _UNEVEN,
         "dump_shapes": "write [[name, array.shape, str(array.dtype)], ...] with json.dump",
     },
+    "init_process_group": {"debug": _COMPARED},
     "all_gather": {"sizes='ask'": _SIZES},
     "gather": {"sizes='ask'": _SIZES},
     "gradsync": {
@@ -47,11 +49,13 @@ REMOVED: dict[str, dict[str, str]] = {
         "--join-timeout": "init_process_group(timeout_seconds=...) limits the wait for other machines",
         "--node-address": "leave it out: only the address of node 0 matters, and that is in --rendezvous",
         "--dump-dir": _REPORT,
+        "--debug": _COMPARED,
     },
     "gradsync (variables)": {
         "GRADSYNC_STATE_DIR": "choose a directory yourself, and pass it to your script",
         "GRADSYNC_DUMP_DIR": _REPORT,
         "GRADSYNC_START": "unset it",
+        "GRADSYNC_DEBUG": _COMPARED,
     },
 }
 

@@ -28,12 +28,6 @@ def test_after_right_steps(place: Place, world_size: int) -> None:
     place.run(world_size, checks.cross_later, place.kit)
 
 
-@pytest.mark.parametrize("place", [SHM, STAND_IN])
-def test_in_debug_mode(place: Place) -> None:
-    for check in (checks.cross_later, checks.cross_first_with_later):
-        place.run(2, check, place.kit, environment={"GRADSYNC_DEBUG": "1"})
-
-
 @pytest.mark.parametrize(("place", "world_size"), EVERYWHERE)
 def test_made_by_one_line(place: Place, world_size: int) -> None:
     place.run(world_size, checks.cross_from_one_line, place.kit)
