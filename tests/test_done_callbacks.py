@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -233,6 +234,28 @@ def refuse_after_the_last_call(comm: Any, kit_name: str) -> None:
 @pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 2), *on(STAND_IN, 2)])
 def test_leaving_the_group_raises_what_no_call_has_raised(place: Place, world_size: int) -> None:
     place.run(world_size, refuse_after_the_last_call, place.kit)
+
+
+def end_at_once(comm: Any, kit_name: str) -> None:
+    """Nothing waits for the callbacks but the end of their communicators: of a group, then of the world."""
+    kit, called = make_kit(comm, kit_name), []
+
+    def dawdle(future: Any) -> None:
+        time.sleep(0.1)
+        called.append(future)
+
+    group = comm.split(0)
+    for communicator, end in ((group, group.close), (comm, gs.destroy_process_group)):
+        future = communicator.asynchronous.all_reduce(kit.put(np.ones(3)))
+        future.add_done_callback(dawdle)
+        end()
+        assert called.pop() is future
+
+
+@pytest.mark.parametrize(("place", "world_size"), PLACES)
+def test_callbacks_are_called_before_their_communicator_ends(place: Place, world_size: int) -> None:
+    """A program's last ones were lost on a GPU, and with them the error of one that had called a collective."""
+    place.run(world_size, end_at_once, place.kit)
 
 
 LAST_CALLBACK = """

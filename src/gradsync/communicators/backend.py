@@ -391,8 +391,11 @@ class Backend(ABC):
         This method must neither block nor raise.
         """
 
-    def await_announced(self) -> None:
-        """Waits a limited time, as the last step of close(), until the server knows of this rank's failure, if any."""
+    def await_threads(self) -> None:
+        """Waits a limited time for the backend's own threads; the last step of close().
+
+        The server must know of this rank's failure, if there is one, and done-callbacks must have been called.
+        """
 
     def release(self) -> None:
         """Frees file descriptors, memory and threads.

@@ -872,9 +872,9 @@ class Communicator:
         """Closes the communicator and frees its resources. A second call does nothing.
 
         close() is not a collective. First, close() waits for the submitted asynchronous collectives of the
-        communicator, each with its own deadline. On NCCL, close() then waits up to 10 s for launched work, and up to
-        10 s for the end of NCCL's communicator. Apart from this, close() does not wait for other ranks. If another rank
-        needs this rank in a later collective, the other rank raises RankFailed.
+        communicator, each with its own deadline. On NCCL, close() then waits up to 10 s for launched work, up to 10 s
+        for the end of NCCL's communicator, and up to 10 s for done-callbacks. Apart from this, close() does not wait
+        for other ranks. If another rank needs this rank in a later collective, the other rank raises RankFailed.
 
         Raises:
             RankFailed, CollectiveTimeout, PlanMismatch, NcclError, RendezvousError: work on the GPU failed, or gradsync
@@ -886,7 +886,7 @@ class Communicator:
         try:
             self._lifetime.close()
         finally:
-            self._backend.await_announced()
+            self._backend.await_threads()
         if failure is not None and not was_raised and not raised.has(failure):
             raise failure
 

@@ -26,7 +26,7 @@ from gradsync.communicators.nccl.device_arrays import DeviceArrays
 from gradsync.communicators.nccl.kernels import FusedPacker, pack_layout
 from gradsync.communicators.nccl.launch import Events, Launch, as_stream, refuse_capturing
 from gradsync.communicators.nccl.library import Nccl
-from gradsync.communicators.nccl.watcher import Watched
+from gradsync.communicators.nccl.watcher import Watched, await_callbacks
 from gradsync.diagnostics import trace
 from gradsync.errors import CollectiveTimeout, CommunicatorClosed, GradsyncError, NcclError, PlanMismatch, describe
 from gradsync.reduction import ReduceOp, dtype_name
@@ -36,6 +36,7 @@ _DRAIN_SECONDS = 10.0  # how long close() waits for running collectives
 # For each dtype that NCCL does not have, the wider dtype in which it is reduced.
 _WIDENED = {"int16": np.int32, "uint16": np.uint32}
 _REPORT_SECONDS = 1.0  # how long close() waits until the server knows of a failure
+_CALLBACK_SECONDS = 10.0  # how long close() waits for the done-callbacks of collectives that have ended
 
 # The last launch on each device, by any communicator of this process: its end event, its stream, its thread. A
 # collective occupies a part of the GPU while it waits for the other ranks. If collectives of two communicators start in
@@ -372,8 +373,9 @@ class NcclBackend(Backend):
         with self._device:
             _follow(cupy.cuda.get_current_stream(), marks)
 
-    def await_announced(self) -> None:
+    def await_threads(self) -> None:
         self._watched.await_reported(_REPORT_SECONDS)
+        await_callbacks(_CALLBACK_SECONDS)
 
     def connect_group(self, members: tuple[int, ...], name: str) -> NcclBackend:
         client, seconds = self.client.group(members, name), self.timeout_seconds

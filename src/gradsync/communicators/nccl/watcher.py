@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -27,6 +28,7 @@ from gradsync.communicators.nccl.launch import CUDA_SUCCESS, Launch
 from gradsync.communicators.nccl.library import Nccl
 from gradsync.diagnostics import Entry
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
+from gradsync.futures import is_in_callback
 from gradsync.rendezvous.client import RendezvousClient
 
 _IDLE_SECONDS = 0.05
@@ -121,7 +123,7 @@ class Watched:
             with self._lock:
                 self._kept.append((launch.ended, launch.take_memory()))
         if launch.callbacks:
-            _callbacks.put(launch)
+            _callbacks.put(launch.call_back)
 
     # -- The failure ---------------------------------------------------------------------------------------------
 
@@ -279,22 +281,48 @@ def _report_failure(
 
 _all: list[Watched] = []
 _registering = threading.Lock()
-_callbacks: SimpleQueue[Launch | None] = SimpleQueue()
+_Callbacks = SimpleQueue[Callable[[], None] | None]
+_callbacks: _Callbacks = SimpleQueue()  # what the second thread calls; None ends the thread
+_caller: threading.Thread | None = None  # the second thread; it may have ended
 
 
 def _watch(watched: Watched) -> None:
     """Adds a communicator to the watcher; starts both threads for the first communicator."""
-    global _callbacks
+    global _callbacks, _caller
     with _registering:
         if not _all:
             _callbacks = SimpleQueue()  # a new queue: a callback that never returns may block the old queue's thread
             for name, work in (("gradsync-nccl-watcher", _check_all), ("gradsync-nccl-callbacks", _call_all_back)):
                 arguments = watched._nccl.device_id, _callbacks
-                threading.Thread(target=work, args=arguments, name=name, daemon=True).start()
+                _caller = threading.Thread(target=work, args=arguments, name=name, daemon=True)
+                _caller.start()
         _all.append(watched)  # last: if no thread can be started, the next communicator tries again
 
 
-def _check_all(device_id: int, callbacks: SimpleQueue[Launch | None]) -> None:
+def await_callbacks(seconds: float) -> None:
+    """Waits a limited time until the done-callbacks of all launches that have ended were called.
+
+    Otherwise a program that ends would lose its last callbacks, and the error of a callback that calls a collective.
+    Within a done-callback the function does nothing, because the thread would wait for itself.
+    """
+    if is_in_callback():
+        return
+    with _registering:
+        everything = list(_all)
+    for watched in everything:
+        watched.reap()
+    called = threading.Event()
+    with _registering:
+        is_serving = bool(_all)
+        if is_serving:
+            _callbacks.put(called.set)
+    if is_serving:
+        called.wait(seconds)
+    elif _caller is not None:  # it ends after the last callback
+        _caller.join(seconds)
+
+
+def _check_all(device_id: int, callbacks: _Callbacks) -> None:
     # Without this call, the check of an event would create a CUDA context on the first GPU.
     cupy.cuda.Device(device_id).use()
     while True:
@@ -312,11 +340,11 @@ def _check_all(device_id: int, callbacks: SimpleQueue[Launch | None]) -> None:
         time.sleep(seconds)
 
 
-def _call_all_back(device_id: int, callbacks: SimpleQueue[Launch | None]) -> None:
+def _call_all_back(device_id: int, callbacks: _Callbacks) -> None:
     cupy.cuda.Device(device_id).use()  # callbacks use arrays on this device
-    while (launch := callbacks.get()) is not None:
-        launch.call_back()
-        del launch  # its memory must not stay allocated until the next launch ends
+    while (call := callbacks.get()) is not None:
+        call()
+        del call  # the memory of its launch must not stay allocated until the next launch ends
 
 
 def _forget_after_fork() -> None:
