@@ -235,18 +235,15 @@ def test_missing_main_guard_is_named(tmp_path):
     assert 'put the launch under `if __name__ == "__main__":`' in err.splitlines()[-1]
 
 
-def test_class_under_the_main_guard_is_told_where_to_go(tmp_path):
-    script = command.write_script(
-        tmp_path,
-        """
+@pytest.mark.parametrize("thing", ["def work(): return 1", "class work: pass"])
+def test_what_is_defined_under_the_main_guard_is_told_where_to_go(tmp_path, thing):
+    source = f"""
         import gradsync as gs
         if __name__ == "__main__":
-            class Work:
-                def __call__(self):
-                    return 1
-            gs.launch(Work(), (), 2)
-        """,
-    )
+            {thing}
+            gs.launch(work, (), 2)
+        """
+    script = command.write_script(tmp_path, source)
     code, _, err = run_python(script)
     assert code == 1
     assert "define it above the `if __name__` line, at the top level of its module" in err.splitlines()[-1]

@@ -91,46 +91,21 @@ def test_closures_and_lambdas():
     assert gs.launcher(lambda: secret_number, n_gpus=1)() == [41]
 
 
-BELOW_THE_GUARD = """
-import functools
-import gradsync as gs
-
-class Point:
-    def __init__(self, x):
-        self.x = x
-
-def above(x):
-    return Point(x + 1)
-
-def decorate(function):
-    @functools.wraps(function)
-    def call(x):
-        return function(x)
-    return call
-
-if __name__ == "__main__":
-    number = 7
-
-    def below(x):
-        return Point(above(x).x + number)
-
-    @decorate
-    def decorated(x):
-        return below(x)
-
-    @gs.launcher(n_gpus=1)
-    def launched(x):
-        return below(x)
-
-    results = [gs.launch(function, 1, 1) for function in (above, below, decorated)] + [launched(1)]
-    print([result.x for result, in results], {type(result) is Point for result, in results})
-"""
-
-
-def test_functions_of_the_script_that_ranks_do_not_import(tmp_path):
-    script = command.write_script(tmp_path, BELOW_THE_GUARD)
+def test_function_below_the_main_guard_is_told_where_to_go(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import gradsync as gs
+        if __name__ == "__main__":
+            @gs.launcher(n_gpus=1)
+            def below():
+                return 1
+            below()
+        """,
+    )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[2, 9, 9, 9] {True}\n", "")
+    assert done.returncode == 1
+    assert "this rank finds no below in __main__; define it above the `if __name__` line" in done.stderr
 
 
 def test_functions_of_the_main_module_of_a_package(tmp_path):

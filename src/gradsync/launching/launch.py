@@ -7,7 +7,6 @@ cases; `pickle.loads` imports cloudpickle if needed. After the run, the caller g
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import inspect
 import io
@@ -17,11 +16,9 @@ import os
 import pickle
 import signal
 import sys
-import tokenize
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from multiprocessing import ProcessError, context, popen_spawn_posix, spawn
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType
@@ -212,7 +209,7 @@ def function_target(
     keywords: Mapping[str, Any],
     name: str | None = None,
     *,
-    who: str = "the launch",
+    who: str,
 ) -> Target:
     """Prepares a function call for ranks that are children of this process.
 
@@ -236,8 +233,8 @@ def function_target(
     call = (function, tuple(arguments), dict(keywords))
     inherited = _InheritedDescriptors()
     preparation = spawn.get_preparation_data(name)
-    main = MainModule()
-    if not main.is_imported:
+    imports_main = ranks_import_main()
+    if not imports_main:
         preparation.pop("init_main_from_path", None)
     # Queues and locks of multiprocessing can be pickled only while multiprocessing spawns a process. The next line
     # pretends that multiprocessing spawns a process.
@@ -246,7 +243,7 @@ def function_target(
         record = {
             "kind": "function",
             "preparation": pickle.dumps(preparation),
-            "call": _pickle_call(call, name, main),
+            "call": _pickle_call(call, name, imports_main=imports_main),
             "tracker_descriptor": _resource_tracker_descriptor(inherited),
         }
     finally:
@@ -303,56 +300,35 @@ def _resource_tracker_descriptor(inherited: _InheritedDescriptors) -> int | None
     return None if tracker is None else inherited.duplicate_for_child(tracker.getfd())
 
 
-class MainModule:
-    """This process's `__main__`, which ranks import under another name, so that its `__main__` guard does not run.
+def ranks_import_main() -> bool:
+    """Returns whether ranks import this process's `__main__`, under another name, so that its guard does not run.
 
-    Attributes:
-        is_imported: whether ranks import the module; not for an interactive session, or the `__main__` of a package.
+    Ranks cannot import an interactive session, and multiprocessing leaves out the `__main__` of a package.
     """
-
-    def __init__(self) -> None:
-        preparation = spawn.get_preparation_data("main")
-        name, path = preparation.get("init_main_from_name"), preparation.get("init_main_from_path")
-        if name is not None:
-            self.is_imported: bool = name.rpartition(".")[2] != "__main__"  # which multiprocessing leaves out
-        else:
-            self.is_imported = path is not None and os.path.exists(path)
-
-    def defines_in_ranks(self, thing: Any) -> bool:
-        """Returns whether the module, imported in a rank, defines this function or class of the module."""
-        code = getattr(inspect.unwrap(thing), "__code__", None)  # a class has none: ranks tell if it is missing
-        file = getattr(sys.modules["__main__"], "__file__", None)
-        if not self.is_imported or code is None or code.co_filename != file:
-            return self.is_imported
-        return not any(code.co_firstlineno in lines for lines in self._guarded_lines)
-
-    @cached_property
-    def _guarded_lines(self) -> list[range]:
-        """The lines of the module that depend on `__name__`, such as the lines below `if __name__ == "__main__"`."""
-        try:
-            with tokenize.open(str(sys.modules["__main__"].__file__)) as file:
-                body = ast.parse(file.read()).body
-        except (OSError, SyntaxError, UnicodeDecodeError):  # changed since, or no source
-            return []
-        return [
-            range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
-            for statement in body
-            if isinstance(statement, ast.If) and "'__name__'" in ast.dump(statement.test)
-        ]
+    preparation = spawn.get_preparation_data("main")
+    name, path = preparation.get("init_main_from_name"), preparation.get("init_main_from_path")
+    if name is not None:
+        return str(name).rpartition(".")[2] != "__main__"
+    return path is not None and os.path.exists(path)
 
 
-def _pickle_call(call: _Call, name: str, main: MainModule) -> bytes:
+def _pickle_call(call: _Call, name: str, *, imports_main: bool) -> bytes:
     """Pickles a call in one piece, so that two arguments that share an object share one object in the rank too.
 
     What ranks cannot import is pickled with its code.
+
+    Args:
+        call: the call.
+        name: the function's name, for errors.
+        imports_main: see `ranks_import_main`.
 
     Raises:
         InvalidArgument: the function or an argument cannot be pickled.
     """
     try:
-        return _dumps(_pickler_by_name(main), call)
+        return _dumps(ForkingPickler if imports_main else _WithoutMain, call)
     except Exception:  # cloudpickle takes much longer to import, and is only needed here
-        pickler = _pickler_by_value(main)
+        pickler = _pickler_by_value(imports_main)
     try:
         return _dumps(pickler, call)
     except Exception as error:
@@ -365,19 +341,16 @@ def _dumps(pickler: _Pickler, thing: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _pickler_by_name(main: MainModule) -> _Pickler:
-    """Returns a pickler that refuses functions and classes of `__main__` that ranks would not find."""
+class _WithoutMain(ForkingPickler):
+    """Refuses functions and classes of `__main__`, for ranks that do not import it."""
 
-    class Pickler(ForkingPickler):
-        def reducer_override(self, thing: Any) -> Any:
-            if _is_of_main(thing) and not main.defines_in_ranks(thing):
-                raise pickle.PicklingError(f"ranks do not find {thing.__qualname__}")
-            return NotImplemented
-
-    return Pickler
+    def reducer_override(self, thing: Any) -> Any:
+        if _is_of_main(thing):
+            raise pickle.PicklingError(f"ranks do not find {thing.__qualname__}")
+        return NotImplemented
 
 
-def _pickler_by_value(main: MainModule) -> _Pickler:
+def _pickler_by_value(imports_main: bool) -> _Pickler:
     """Returns a pickler that pickles functions and classes with their code, unless ranks find them by name."""
     import cloudpickle
 
@@ -391,7 +364,7 @@ def _pickler_by_value(main: MainModule) -> _Pickler:
         def reducer_override(self, thing: Any) -> Any:
             # The next lines pickle by name. cloudpickle would copy a class of `__main__`, and an instance of the copy
             # would not be an instance of the class that the rank imports.
-            if _is_of_main(thing) and main.defines_in_ranks(thing) and _is_found_by_name(thing):
+            if imports_main and _is_of_main(thing) and _is_found_by_name(thing):
                 return NotImplemented
             return super().reducer_override(thing)
 

@@ -218,10 +218,10 @@ def _reference(function: Callable[..., Any]) -> str | Callable[..., Any]:
     A decorator binds the function's name to the decorated version, so pickle cannot find the original function by this
     name. A rank imports the decorated version and takes the original function from it.
     """
-    from gradsync.launching.launch import MainModule
+    from gradsync.launching.launch import ranks_import_main
 
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    if module == "__main__" and not MainModule().defines_in_ranks(function):
+    if module == "__main__" and not ranks_import_main():
         return function
     try:
         is_found = _undecorated(operator.attrgetter(name)(sys.modules[module])) is function
