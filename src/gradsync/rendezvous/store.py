@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from gradsync.rendezvous.frames import (
     INVALID,
@@ -204,34 +204,35 @@ class Exchange:
     """One exchange: its members wait until all members have arrived, each with a value.
 
     Args:
-        ranks: the members.
-        waits: the server's table of waiting requests.
-        open_ones, key: the dictionary of the open exchanges, and the key of this exchange in it. The exchange is
-            removed from the dictionary when it ends, or when all members that had arrived have withdrawn.
+        name, ranks: the name and the members.
+        table: the server's table of waiting requests.
+        open_ones: the open exchanges by name and members. The exchange removes itself from there when it ends, or when
+            all members that had arrived have withdrawn.
 
     Attributes:
-        ranks: the members.
-        key: see Args.
+        name, ranks: see Args.
         waits: the requests of the members that have arrived, by rank.
         values: the values of the members that have arrived, by rank.
     """
 
-    def __init__(self, ranks: Members, waits: WaitTable, open_ones: dict[Any, Any], key: Any) -> None:
+    def __init__(
+        self, name: str, ranks: Members, table: WaitTable, open_ones: dict[tuple[str, Members], Exchange]
+    ) -> None:
+        self.name = name
         self.ranks = ranks
-        self.key = key
         self.waits: dict[int, Request] = {}
-        self.values: dict[int, Any] = {}
-        self._table = waits
+        self.values: dict[int, bytes] = {}
+        self._table = table
         self._open_ones = open_ones
         self._cancelled: set[int] = set()  # ranks that have arrived and then cancelled their wait
-        open_ones[key] = self
+        open_ones[name, ranks] = self
 
     @property
     def is_complete(self) -> bool:
         """Whether all members have arrived."""
         return len(self.values) == len(self.ranks)
 
-    def arrive(self, request: Request, value: Any) -> None:
+    def arrive(self, request: Request, value: bytes) -> None:
         """Records an arrival; the request waits."""
         self.waits[request.rank] = request
         self.values[request.rank] = value
@@ -243,7 +244,7 @@ class Exchange:
         del self.waits[request.rank], self.values[request.rank]
         self._cancelled.add(request.rank)
         if not self.values:
-            del self._open_ones[self.key]
+            del self._open_ones[self.name, self.ranks]
 
     def absent_ranks(self) -> Iterator[int]:
         """Iterates over the members that have not arrived."""
@@ -255,15 +256,11 @@ class Exchange:
 
     def close(self) -> list[Request]:
         """Ends the exchange; returns the requests that waited."""
-        del self._open_ones[self.key]
+        del self._open_ones[self.name, self.ranks]
         requests, self.waits = list(self.waits.values()), {}  # {}, because each request refers to its target in a cycle
         for request in requests:
             self._table.close(request)
         return requests
-
-    def fail(self, failure: Failure) -> list[Send]:
-        """Ends the exchange with a failure."""
-        return [request.fail(failure) for request in self.close()]
 
 
 class Exchanges:
@@ -286,7 +283,7 @@ class Exchanges:
             return [request.refuse(f"exchange {name!r} {needed}")]
         exchange = self._open.get((name, members))
         if exchange is None:
-            exchange = Exchange(members, self._waits, self._open, (name, members))
+            exchange = Exchange(name, members, self._waits, self._open)
         if request.rank in exchange.waits:
             return [request.refuse(f"{self._roster.label(request.rank)} already waits in {name!r}")]
         exchange.arrive(request, value)
@@ -301,7 +298,8 @@ class Exchanges:
         return [send for exchange in waiting for send in self._fail(exchange, rank)]
 
     def _fail(self, exchange: Exchange, left: int) -> list[Send]:
-        return exchange.fail(self._roster.left_failure(left, f"{exchange.key[0]!r} needs this rank"))
+        failure = self._roster.left_failure(left, f"{exchange.name!r} needs this rank")
+        return [request.fail(failure) for request in exchange.close()]
 
 
 def _release(exchange: Exchange) -> list[Send]:
