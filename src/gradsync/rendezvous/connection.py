@@ -7,7 +7,7 @@ connection. The rules of this module:
   a Condition or an Event, whose inner lock would stay held if Ctrl-C arrived when the wait begins.
 - A send never blocks. Bytes that do not fit the socket's buffer are written later, by the thread that waits for the
   answer or by the reader. So no blocked send can delay the heartbeats, which the reader sends.
-- A second thread answers the inquiries of the server, so that a callback that blocks delays neither
+- A second thread answers the server's request for this rank's status, so that a callback that blocks delays neither
   answers to this rank's requests nor heartbeats.
 - If a process's own timer fires late, this process was paused (by SIGSTOP, for example). Then this process does not
   report its peer as silent.
@@ -27,7 +27,6 @@ import socket
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -163,9 +162,7 @@ class Connection:
         self._interval_seconds = math.inf
         self.beat_at = math.inf
         self._server_peer = Peer(time.monotonic())
-        # Inquiries of the server.
-        self._inquiries: deque[Message] = deque()
-        self._answering: threading.Thread | None = None
+        self._answering: threading.Thread | None = None  # answers the server's request for this rank's status
         self.callbacks = Callbacks()
         _connections.add(self)
 
@@ -371,8 +368,8 @@ class Connection:
     def _handle(self, message: Message) -> None:
         """Handles one message of the server. Never waits, and calls no callback.
 
-        Passes an answer to the request that waits for it, passes an inquiry to the answering thread, or records the
-        failure of the generation.
+        Passes an answer to the request that waits for it, starts the answering thread, or records the failure of the
+        generation.
         """
         kind = message.type
         if kind is FrameType.PULSE:
@@ -381,7 +378,7 @@ class Connection:
             if self.failure is None:
                 self._fail(failure_of(message, self.label))
         elif kind is FrameType.STATUS_REQUEST:
-            self._answer_later(message)
+            self._answer_later()
         elif kind is FrameType.VALUES:
             pending = self._pending.get(message.fields[0])
             if pending is not None:
@@ -458,41 +455,26 @@ class Connection:
     def _server_name(self) -> str:
         return f"the rendezvous server at {self.address}{f' (pid {self._server.pid})' if self._server.pid else ''}"
 
-    # Inquiries of the server.
+    # This rank's status.
 
-    def _answer_later(self, inquiry: Message) -> None:
-        """Queues an inquiry of the server for the answering thread; starts this thread if it is not running."""
-        self._inquiries.append(inquiry)
-        if self._answering is None:
-            thread = threading.Thread(target=self._answer_inquiries, name="gradsync-answers", daemon=True)
-            self._answering = thread
-            with contextlib.suppress(RuntimeError):  # the interpreter is ending, so no answer is needed any more
-                thread.start()
+    def _answer_later(self) -> None:
+        """Sends this rank's status in a thread of its own. The server asks once: then the generation fails."""
+        self._answering = threading.Thread(target=self._send_status, name="gradsync-answers", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending, so no answer is needed any more
+            self._answering.start()
 
-    def _answer_inquiries(self) -> None:
-        while True:
-            try:
-                self._inquiries.popleft()
-            except IndexError:
-                self._answering = None
-                if not self._inquiries:
-                    return
-                continue  # the reader has added an inquiry in between, and may have started another thread
-            with contextlib.suppress(ConnectionLost):  # the reader reports that the server is gone
-                self._answer_inquiry()
-
-    def _answer_inquiry(self) -> None:
-        """Sends this rank's status to the server."""
+    def _send_status(self) -> None:
         progress = self._progress()
         try:
             text, calls = self.callbacks.report()
             status = {group: (begun, calls.get(group, ())) for group, begun in progress.items()}
             self.post(FrameType.STATUS, status, clip_text(text, MAX_REPORT_BYTES))
-        except ConnectionLost:
-            raise
+        except ConnectionLost:  # the reader reports that the server is gone
+            pass
         except Exception as error:  # the callback failed, or its calls do not fit
             text = clip_text(f"(its report failed: {describe(error)})", MAX_REPORT_BYTES)
-            self.post(FrameType.STATUS, {group: (begun, ()) for group, begun in progress.items()}, text)
+            with contextlib.suppress(ConnectionLost):
+                self.post(FrameType.STATUS, {group: (begun, ()) for group, begun in progress.items()}, text)
 
     def _progress(self) -> Mapping[str, int]:
         """Returns the number of collectives that this rank has begun in each group.
