@@ -46,19 +46,21 @@ def test_keys_and_exchanges() -> None:
         values = client.exchange("names", f"rank {client.rank}".encode())
         backwards = client.group([2, 0, 1], "backwards").exchange("names", b"%d" % client.rank)
         client.barrier("end")
-        deleted = client.delete("id") if client.rank == 0 else None
-        return got, unique == value, values, backwards, deleted, client.generation
+        return got, unique == value, values, backwards, client.generation
 
     with RendezvousServer(3, secret=SECRET) as server:
         results = run_ranks(server, 3, work)
     told = [b"rank 0", b"rank 1", b"rank 2"], [b"2", b"0", b"1"]
-    assert results == [(bytes([(r + 1) % 3]) * 1000, True, *told, True if r == 0 else None, 1) for r in range(3)]
+    assert results == [(bytes([(r + 1) % 3]) * 1000, True, *told, 1) for r in range(3)]
 
 
-def test_the_first_value_can_be_kept(pair) -> None:
-    assert pair[0].set("first", b"0", replace=False)
-    assert not pair[1].set("first", b"1", replace=False)
-    assert pair[1].get("first") == b"0"
+def test_the_last_value_counts_until_the_key_is_deleted(pair) -> None:
+    pair[0].set("key", b"0")
+    pair[1].set("key", b"1")
+    assert pair[0].get("key") == b"1"
+    pair[0].delete("key")
+    with pytest.raises(RendezvousTimeout):
+        pair[0].get("key", timeout_seconds=0.05)
 
 
 def test_get_from_a_rank_names_it_and_ends_when_it_has_left(pair) -> None:

@@ -228,7 +228,7 @@ def test_a_heartbeat_waits_for_nobody_who_sends(wire: Wire) -> None:
 def test_a_heartbeat_waits_for_no_room(wire: Wire) -> None:
     wire.join()
     for number in range(100):
-        wire.connection.post(FrameType.SET, str(number), bytes(60_000), True)
+        wire.connection.post(FrameType.SET, str(number), bytes(60_000))
     unsent = len(wire.connection._unsent)
     assert unsent > 0
     for _ in range(3):  # without the server reading anything
@@ -240,7 +240,7 @@ def test_a_heartbeat_waits_for_no_room(wire: Wire) -> None:
 def test_what_found_no_room_goes_later_in_order(wire: Wire) -> None:
     wire.join()
     for number in range(100):
-        wire.connection.post(FrameType.SET, str(number), bytes(60_000), True)
+        wire.connection.post(FrameType.SET, str(number), bytes(60_000))
     types: list[FrameType] = []
     while len(types) < 100:
         types += wire.received()
@@ -269,7 +269,7 @@ def full():
 
 
 def ask_too_much(connection: Connection, timeout_seconds: float) -> object:
-    return connection.ask("set 'key'", timeout_seconds, FrameType.SET, "key", b"x" * 50_000, True)
+    return connection.ask("set 'key'", timeout_seconds, FrameType.SET, "key", b"x" * 50_000)
 
 
 def test_a_request_keeps_its_deadline_while_the_server_does_not_read(full, monkeypatch) -> None:

@@ -75,7 +75,7 @@ def test_who_has_left_a_group_is_told_with_its_position_until_all_have() -> None
     assert bench.take(0) == [(FrameType.REPLY, asked, [2, 57])]
     other = bench.send(1, FrameType.LEFT_RANKS, "another", None)
     assert bench.take(1) == [(FrameType.REPLY, other, [])]
-    bench.send(0, FrameType.SET, "group/key", b"value", True)
+    bench.send(0, FrameType.SET, "group/key", b"value")
     bench.send(1, FrameType.LEAVE, "group", [0, 2], 1)  # no member
     bench.send(0, FrameType.LEAVE, "group", [0, 2], 57)
     bench.take(0)
@@ -89,8 +89,8 @@ def test_a_group_of_ranks_that_do_not_exist_cannot_be_left() -> None:
     bench.join_all()
     bench.send(0, FrameType.LEAVE, "group", [0, 7], 0)
     bench.leave(0)  # what it still had to do with is looked at
-    stored = bench.send(1, FrameType.SET, "key", b"", True)
-    assert bench.take(1) == [(FrameType.REPLY, stored, True)]
+    stored = bench.send(1, FrameType.SET, "key", b"")
+    assert bench.take(1) == [(FrameType.REPLY, stored, None)]
 
 
 def test_slow_joiners_are_named_every_few_seconds() -> None:
@@ -144,8 +144,8 @@ def test_who_ends_after_its_generation_has_formed_harms_nobody() -> None:
     bench.leave(1)
     bench.end(1)
     bench.take(0)
-    asked = bench.send(0, FrameType.SET, "key", b"1", True)
-    assert bench.take(0) == [(FrameType.REPLY, asked, True)]
+    asked = bench.send(0, FrameType.SET, "key", b"1")
+    assert bench.take(0) == [(FrameType.REPLY, asked, None)]
 
 
 def test_death_while_others_wait_to_join() -> None:
@@ -177,7 +177,7 @@ def test_death_fails_waiting_and_later_requests() -> None:
     for connection in (0, 1):
         [(kind, *failure, _)] = bench.take(connection)
         assert (kind, *failure) == (FrameType.FAILED, 0, DEATH, 2, "running", ())
-    later = bench.send(1, FrameType.SET, "k", b"v", True)
+    later = bench.send(1, FrameType.SET, "k", b"v")
     assert bench.take(1)[0][:4] == (FrameType.FAILED, later, DEATH, 2)
     bench.lose(0)  # a second death changes nothing
     assert bench.take(1) == []
@@ -238,7 +238,7 @@ def test_held_joins_form_as_soon_as_the_generation_before_has_ended() -> None:
 def test_keys_do_not_outlive_their_generation() -> None:
     bench = Bench(1)
     bench.join(0, 0)
-    bench.send(0, FrameType.SET, "k", b"v", True)
+    bench.send(0, FrameType.SET, "k", b"v")
     bench.leave(0)
     bench.join(1, 0)
     bench.take(1)
@@ -251,15 +251,18 @@ def test_get_waits_for_set_and_names_whom_it_waits_for() -> None:
     bench = Bench(3)
     bench.join_all()
     get = bench.send(0, FrameType.GET, "n", 2)
-    put = bench.send(1, FrameType.SET, "n", b"5", True)
+    put = bench.send(1, FrameType.SET, "n", b"5")
     assert bench.take(0) == [(FrameType.REPLY, get, b"5")]
-    assert bench.take(1) == [(FrameType.REPLY, put, True)]
+    assert bench.take(1) == [(FrameType.REPLY, put, None)]
     late = bench.send(0, FrameType.GET, "m", 2)
     bench.cancel(0, late)
     assert bench.take(0) == [(FrameType.TIMED_OUT, late, (2,), "rank 2 (running)")]
     nobody = bench.send(0, FrameType.GET, "m", 3)
     assert bench.take(0)[0][:3] == (FrameType.REFUSED, nobody, INVALID)
-    assert [bench.send(1, FrameType.DELETE, "n") and bench.take(1)[0][2] for _ in range(2)] == [True, False]
+    gone = bench.send(1, FrameType.DELETE, "n")
+    assert bench.take(1) == [(FrameType.REPLY, gone, None)]
+    bench.send(0, FrameType.GET, "n", 2)
+    assert bench.take(0) == []
 
 
 def test_get_from_a_rank_that_has_left_fails_at_once() -> None:
@@ -272,18 +275,8 @@ def test_get_from_a_rank_that_has_left_fails_at_once() -> None:
     assert bench.take(1) == []  # another rank may set it
     late = bench.send(0, FrameType.GET, "n", 2)
     assert bench.take(0)[0][:5] == (FrameType.FAILED, late, DEATH, 2, "left")
-    bench.send(0, FrameType.SET, "n", b"", True)
+    bench.send(0, FrameType.SET, "n", b"")
     assert bench.take(1) == [(FrameType.REPLY, of_anybody, b"")]
-
-
-def test_the_first_of_several_values_can_be_kept() -> None:
-    bench = Bench(2)
-    bench.join_all()
-    sent = [bench.send(rank, FrameType.SET, "first", b"%d" % rank, False) for rank in (1, 0)]
-    assert bench.take(1) == [(FrameType.REPLY, sent[0], True)]
-    assert bench.take(0) == [(FrameType.REPLY, sent[1], False)]
-    read = bench.send(0, FrameType.GET, "first", None)
-    assert bench.take(0) == [(FrameType.REPLY, read, b"1")]
 
 
 def test_exchange_gives_the_values_of_all_by_rank() -> None:
@@ -360,7 +353,7 @@ def test_goodbye_fails_those_who_need_the_rank() -> None:
 
 def test_messages_without_a_seat_end_the_connection() -> None:
     bench = Bench(2)
-    bench.send(5, FrameType.SET, "k", b"v", True)
+    bench.send(5, FrameType.SET, "k", b"v")
     assert bench.closed == [5]
     assert bench.inbox == {}
 
@@ -369,7 +362,7 @@ def test_requests_before_the_generation_has_formed_are_refused() -> None:
     bench = Bench(2)
     bench.join(0, 0)
     bench.take(0)
-    early = bench.send(0, FrameType.SET, "k", b"v", True)
+    early = bench.send(0, FrameType.SET, "k", b"v")
     assert bench.take(0)[0][:3] == (FrameType.REFUSED, early, REFUSED)
     again = bench.join(0, 0)
     assert bench.take(0)[0][:3] == (FrameType.REFUSED, again, REFUSED)

@@ -187,7 +187,7 @@ def test_an_id_is_given_only_when_every_rank_has_authenticated_and_joined() -> N
     join = Message(FrameType.JOIN, 2, (0, 2, "m", "node7", 7))
     core.handle(0.0, Received(1, join))
     for early in (
-        Message(FrameType.SET, 3, ("id", bytes(128), True)),
+        Message(FrameType.SET, 3, ("id", bytes(128))),
         Message(FrameType.GET, 4, ("id", 0)),
     ):
         [answer] = core.handle(0.0, Received(1, early))
@@ -202,7 +202,7 @@ def test_an_id_is_given_only_when_every_rank_has_authenticated_and_joined() -> N
 
 def test_an_id_is_in_no_repr() -> None:
     unique_id = b"capability" * 12 + bytes(8)
-    message = Message(FrameType.SET, 3, ("id", unique_id, True))
+    message = Message(FrameType.SET, 3, ("id", unique_id))
     for thing in (message, Received(1, message), Send(1, FrameType.REPLY, (3, unique_id))):
         assert "capability" not in repr(thing)
     assert "capability" not in repr(wire.Frame(FrameType.SET, 3, pack_frame(FrameType.SET, 3, unique_id)))

@@ -240,7 +240,7 @@ def test_an_error_over_one_connection_ends_only_this_connection(place: str, monk
                 closed.callback(client.abandon)
             if place == "a message":
                 monkeypatch.setattr(server._core, "handle", failing_at("poison", server._core.handle))
-                clients[1]._connection.post(FrameType.SET, "poison", b"", True)
+                clients[1]._connection.post(FrameType.SET, "poison", b"")
             else:
 
                 def fail(pid: int | None, _: object) -> None:

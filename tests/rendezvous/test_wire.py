@@ -54,7 +54,7 @@ positions = st.integers(0, 2**63 - 1)
 digests = st.integers(0, 2**64 - 1)
 groups = st.text(st.characters(exclude_categories=["Cs"]), max_size=MAX_GROUP_BYTES // 4)
 requests = st.one_of(
-    st.tuples(st.just(FrameType.SET), keys, st.binary(max_size=2000), st.booleans()),
+    st.tuples(st.just(FrameType.SET), keys, st.binary(max_size=2000)),
     st.tuples(st.just(FrameType.GET), keys, st.none() | st.integers(0, 99)),
     st.tuples(st.just(FrameType.EXCHANGE), keys, members, st.binary(max_size=2000)),
     st.tuples(st.just(FrameType.LEAVE), keys, members, positions),
@@ -88,7 +88,7 @@ pushes = st.one_of(
     ),
 )
 answers = st.one_of(
-    st.tuples(st.just(FrameType.REPLY), positions, st.none() | st.booleans() | st.binary(max_size=2000)),
+    st.tuples(st.just(FrameType.REPLY), positions, st.none() | st.binary(max_size=2000)),
     st.tuples(st.just(FrameType.REPLY), positions, st.lists(positions, max_size=8)),
 )
 
@@ -121,7 +121,7 @@ def test_round_trip_in_any_chunks(of_client: bool, kinds: Any, data: st.DataObje
 @pytest.mark.parametrize(
     "message",
     [
-        (FrameType.SET, "key", b"value" * 10, True),
+        (FrameType.SET, "key", b"value" * 10),
         (FrameType.EXCHANGE, "group", [0, 1], b"digest"),
         (FrameType.LEAVE, "group", [0, 1], 2**63 - 1),
     ],
@@ -158,7 +158,7 @@ def test_longest_report_and_verdict_fit() -> None:
 
 def test_every_truncation_yields_nothing() -> None:
     client, _ = make_sessions()
-    sealed = client.seal(FrameType.SET, "key", b"value", True)
+    sealed = client.seal(FrameType.SET, "key", b"value")
     for size in range(len(sealed)):
         assert open_bytes(make_sessions()[1], sealed[:size]) is None
 
@@ -194,7 +194,7 @@ def test_length_is_checked_before_anything_is_buffered(announced_bytes: int) -> 
 
 def test_largest_value_fits_beside_the_longest_key() -> None:
     client, server = make_sessions()
-    message = open_bytes(server, client.seal(FrameType.SET, "k" * MAX_NAME_BYTES, b"\0" * MAX_VALUE_BYTES, True))
+    message = open_bytes(server, client.seal(FrameType.SET, "k" * MAX_NAME_BYTES, b"\0" * MAX_VALUE_BYTES))
     assert message is not None
     assert len(message.fields[1]) == MAX_VALUE_BYTES
 
@@ -203,19 +203,20 @@ def test_longest_description_and_key_of_an_event_fit() -> None:
     client, server = make_sessions()
     group, position = "g" * MAX_GROUP_BYTES, 2**63 - 1
     key = event_key(group, position, MAX_RANKS - 1)
-    assert open_bytes(server, client.seal(FrameType.SET, key, bytes(MAX_EVENT_BYTES), True))
+    assert open_bytes(server, client.seal(FrameType.SET, key, bytes(MAX_EVENT_BYTES)))
 
 
 @pytest.mark.parametrize(
     ("frame_type", "fields"),
     [
-        (FrameType.SET, ("key", "text", True)),
-        (FrameType.SET, (1, b"", True)),
-        (FrameType.SET, ("key", b"", 1)),
-        (FrameType.SET, ("k" * (MAX_NAME_BYTES + 1), b"", True)),
-        (FrameType.SET, ("é" * MAX_NAME_BYTES, b"", True)),
-        (FrameType.SET, ("\ud800", b"", True)),
-        (FrameType.SET, ("key", b"\0" * (MAX_VALUE_BYTES + 1), True)),
+        (FrameType.SET, ("key", "text")),
+        (FrameType.SET, (1, b"")),
+        (FrameType.SET, ("key", b"", True)),
+        (FrameType.REPLY, (2, True)),
+        (FrameType.SET, ("k" * (MAX_NAME_BYTES + 1), b"")),
+        (FrameType.SET, ("é" * MAX_NAME_BYTES, b"")),
+        (FrameType.SET, ("\ud800", b"")),
+        (FrameType.SET, ("key", b"\0" * (MAX_VALUE_BYTES + 1))),
         (FrameType.SET, ("key",)),
         (FrameType.GET, ("key", -1)),
         (FrameType.EXCHANGE, ("", [1, 1], b"")),
@@ -279,7 +280,7 @@ def test_types_of_the_wrong_side_are_refused() -> None:
 
 
 def test_repr_shows_no_fields() -> None:
-    assert "secret" not in repr(Message(FrameType.SET, 1, ("k", b"secret", True)))
+    assert "secret" not in repr(Message(FrameType.SET, 1, ("k", b"secret")))
 
 
 @given(st.text(max_size=50), st.integers(10, 60))

@@ -186,13 +186,12 @@ class RendezvousClient:
 
     # Keys, exchanges and barriers.
 
-    def set(self, key: str, value: bytes, *, replace: bool = True) -> bool:
-        """Stores a value under a key, for all members; returns whether it was stored.
+    def set(self, key: str, value: bytes) -> None:
+        """Stores a value under a key, for all members; replaces an earlier value.
 
         Args:
             key: the key's name.
             value: at most 60 KiB.
-            replace: whether to replace an existing value; otherwise the first value stays.
 
         Raises:
             InvalidArgument: the key or the value has the wrong type or is too long.
@@ -200,7 +199,7 @@ class RendezvousClient:
             RankFailed, CollectiveTimeout: the generation has failed.
         """
         data = bytes(value) if isinstance(value, (bytearray, memoryview)) else value
-        return bool(self._ask_at_once(f"set {key!r}", FrameType.SET, self._scoped(key), data, replace))
+        self._ask_at_once(f"set {key!r}", FrameType.SET, self._scoped(key), data)
 
     def get(self, key: str, *, from_rank: int | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> bytes:
         """Returns the value of a key; waits until the key is set.
@@ -220,9 +219,9 @@ class RendezvousClient:
         operation = f"get {key!r}"
         return bytes(self._connection.ask(operation, timeout_seconds, FrameType.GET, self._scoped(key), setter))
 
-    def delete(self, key: str) -> bool:
-        """Removes a key, and all keys that begin with "key/"; returns whether the key itself was set."""
-        return bool(self._ask_at_once(f"delete {key!r}", FrameType.DELETE, self._scoped(key)))
+    def delete(self, key: str) -> None:
+        """Removes a key, and all keys that begin with "key/"."""
+        self._ask_at_once(f"delete {key!r}", FrameType.DELETE, self._scoped(key))
 
     def exchange(
         self,

@@ -159,7 +159,7 @@ def _is_rank_list(value: Any) -> bool:
 
 
 def _is_result(value: Any) -> bool:
-    return value is None or type(value) is bool or _is_value(value) or _NUMBERS.accepts(value)
+    return value is None or _is_value(value) or _NUMBERS.accepts(value)
 
 
 _KEY = _text("key")
@@ -187,7 +187,7 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
         _text("host"),
         _PID,
     ),
-    FrameType.SET: (_KEY, _VALUE, _flag("replaces")),
+    FrameType.SET: (_KEY, _VALUE),
     FrameType.GET: (_KEY, _optional(_integer("from_rank", 0, MAX_RANKS - 1))),
     FrameType.DELETE: (_KEY,),
     FrameType.EXCHANGE: (_NAME, _MEMBERS, _VALUE),
@@ -209,7 +209,7 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
         _flag("is over"),
     ),
     FrameType.STATUS: (_STATUS, _text("report", MAX_REPORT_BYTES)),
-    FrameType.REPLY: (_REQUEST, Field("value", "nil, a boolean, bytes or a list of numbers", _is_result)),
+    FrameType.REPLY: (_REQUEST, Field("value", "nil, bytes or a list of numbers", _is_result)),
     FrameType.REFUSED: (_REQUEST, _integer("kind", 0, 1), _text("text", MAX_TEXT_BYTES)),
     FrameType.TIMED_OUT: (_REQUEST, _ranks("missing ranks"), _text("text", MAX_TEXT_BYTES)),
     FrameType.VALUES: (_REQUEST, _flag("is last"), _list("values", "a list of values", _VALUE)),

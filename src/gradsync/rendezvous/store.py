@@ -43,7 +43,7 @@ class Request:
     now: float
     target: WaitTarget = field(init=False)
 
-    def reply(self, value: bool | bytes | Sequence[int] | None = None) -> Send:
+    def reply(self, value: bytes | Sequence[int] | None = None) -> Send:
         """Answers with a value."""
         return Send(self.connection, FrameType.REPLY, (self.sequence, value))
 
@@ -113,14 +113,9 @@ class Keys:
         self._reads: dict[str, dict[Request, int | None]] = {}  # key -> waiting read -> the rank that sets the key
         self._stored_bytes = 0
 
-    def set(self, request: Request, key: str, value: bytes, replaces: bool) -> list[Send]:
-        """Stores a value, unless `replaces` is False and the key has a value. Answers whether the value was stored.
-
-        If the store is full, the answer is a refusal.
-        """
+    def set(self, request: Request, key: str, value: bytes) -> list[Send]:
+        """Stores a value. If the store is full, the answer is a refusal."""
         old = self._values.get(key)
-        if old is not None and not replaces:
-            return [request.reply(False)]
         growth = len(value) - len(old) if old is not None else len(key) + len(value)
         if self._stored_bytes + growth > MAX_STORED_BYTES:
             text = (
@@ -133,7 +128,7 @@ class Keys:
         reads = self._reads.pop(key, {})
         for read in reads:
             self._waits.close(read)
-        return [request.reply(True), *(read.reply(value) for read in reads)]
+        return [request.reply(), *(read.reply(value) for read in reads)]
 
     def get(self, request: Request, key: str, from_rank: int | None) -> list[Send]:
         """Answers with the value, now or when the key is set; with a failure if no remaining rank will set the key."""
@@ -162,10 +157,9 @@ class Keys:
         return () if from_rank is None else (from_rank,)
 
     def delete(self, request: Request, key: str) -> list[Send]:
-        """Removes a key and all keys under it, and answers whether the key itself was set."""
-        was_set = key in self._values
+        """Removes a key and all keys under it."""
         self.forget(key)
-        return [request.reply(was_set)]
+        return [request.reply()]
 
     def forget(self, prefix: str) -> None:
         """Removes the key `prefix`, and all keys that begin with "prefix/"."""

@@ -54,7 +54,7 @@ def _samples() -> list[list[object]]:
     """A message of most kinds."""
     return [
         [FrameType.JOIN, 0, 3, "m", "h", 7],
-        [FrameType.SET, "k", b"v", True],
+        [FrameType.SET, "k", b"v"],
         [FrameType.GET, "k", 1],
         [FrameType.EXCHANGE, "b", [0, 1], b""],
         [FrameType.EXCHANGE, "x", [0, 1], b"v"],

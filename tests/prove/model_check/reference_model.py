@@ -57,13 +57,11 @@ class ReferenceModel:
         self.joining[rank] = wait
         self._form()
 
-    def set(self, wait: Waiting, key: str, value: bytes, *, replaces: bool) -> None:
+    def set(self, wait: Waiting, key: str, value: bytes) -> None:
         if self._goes_on(wait):
-            is_stored = replaces or key not in self.values
-            self._tell(wait, FrameType.REPLY, is_stored)
-            if is_stored:
-                self.values[key] = value
-                self._answer_reads(key)
+            self._tell(wait, FrameType.REPLY, None)
+            self.values[key] = value
+            self._answer_reads(key)
 
     def get(self, rank: int, wait: Waiting, key: str, from_rank: int | None) -> None:
         if not self._goes_on(wait):
@@ -79,7 +77,8 @@ class ReferenceModel:
 
     def delete(self, wait: Waiting, key: str) -> None:
         if self._goes_on(wait):
-            self._tell(wait, FrameType.REPLY, self.values.pop(key, None) is not None)
+            self._tell(wait, FrameType.REPLY, None)
+            self.values.pop(key, None)
 
     def barrier(self, rank: int, wait: Waiting, name: str) -> None:
         if not self._goes_on(wait):

@@ -59,11 +59,10 @@ class CoreMachine(RuleBasedStateMachine):
         for rank in range(WORLD_SIZE):
             self.join(rank)
 
-    @rule(rank=RANKS, key=KEYS, value=VALUES, replaces=st.booleans())
-    def set(self, rank: int, key: str, value: bytes, replaces: bool) -> None:
+    @rule(rank=RANKS, key=KEYS, value=VALUES)
+    def set(self, rank: int, key: str, value: bytes) -> None:
         if rank in self.model.present:
-            sent = self._send(rank, FrameType.SET, key, value, replaces)
-            self.model.set(sent, key, value, replaces=replaces)
+            self.model.set(self._send(rank, FrameType.SET, key, value), key, value)
 
     @rule(rank=RANKS, key=KEYS, from_rank=st.none() | RANKS)
     def get(self, rank: int, key: str, from_rank: int | None) -> None:

@@ -125,9 +125,7 @@ def _rounds_are_kept_open(patch: pytest.MonkeyPatch) -> None:
 
 def _the_first_value_stays(patch: pytest.MonkeyPatch) -> None:
     original = Keys.set
-    patch.setattr(
-        Keys, "set", lambda self, r, key, value, rule: original(self, r, key, self._values.get(key, value), rule)
-    )
+    patch.setattr(Keys, "set", lambda self, r, key, value: original(self, r, key, self._values.get(key, value)))
 
 
 def _who_waits_is_missed(patch: pytest.MonkeyPatch) -> None:

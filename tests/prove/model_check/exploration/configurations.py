@@ -66,9 +66,9 @@ CONFIGURATIONS = (
     ),
     Configuration(
         "keys",
-        "reads that wait, a first value that stays, deletions, and a name that all have left",
+        "reads that wait, a second value, deletions, and a name that all have left",
         programs=(
-            (set_key("k", b"1"), set_key("k", b"2", replaces=False), leave("k")),
+            (set_key("k", b"1"), set_key("k", b"2"), leave("k")),
             (get_key("k"), delete("k"), leave("k")),
             (get_key("k"), left_ranks("k"), leave("k")),
         ),

@@ -156,14 +156,12 @@ def values_are_those_that_were_set(turn: Turn) -> str | None:
     """A read brings what was set last, and an exchange what each rank has brought."""
     for answer in turn.answers:
         asked, era = turn.asked(answer), turn.era_at(answer.connection)
-        if asked is None or era is None or asked.type not in (FrameType.GET, FrameType.DELETE, FrameType.EXCHANGE):
+        if asked is None or era is None or asked.type not in (FrameType.GET, FrameType.EXCHANGE):
             continue
         if answer.type is FrameType.VALUES:
             brought, expected = answer.fields[2], _brought(turn, era)
-        elif answer.type is FrameType.REPLY and asked.type is not FrameType.EXCHANGE:
-            key = asked.fields[0]
-            brought = answer.fields[1]
-            expected = _value_after(turn, era, key) if asked.type is FrameType.GET else key in era.values
+        elif answer.type is FrameType.REPLY and asked.type is FrameType.GET:
+            brought, expected = answer.fields[1], _value_after(turn, era, asked.fields[0])
         else:
             continue
         if brought != expected:
@@ -233,7 +231,7 @@ def _message(turn: Turn) -> Message:
 def _value_after(turn: Turn, era: Era, key: str) -> bytes | None:
     """Returns what a key holds once this turn's message has been taken in."""
     message, before = _message(turn), era.values.get(key)
-    if message.type is FrameType.SET and message.fields[0] == key and (before is None or message.fields[2]):
+    if message.type is FrameType.SET and message.fields[0] == key:
         return bytes(message.fields[1])
     return before
 

@@ -224,7 +224,7 @@ class Ledger:
             elif send.type is FrameType.TIMED_OUT:
                 del era.members[rank]
         elif send.type is FrameType.REPLY:
-            _settle_reply(era, asked, send.fields[1])
+            _settle_reply(era, asked)
 
     def _remove_connection(self, connection: int) -> None:
         self.open.pop(connection, None)
@@ -243,10 +243,10 @@ def _take_word(era: Era, rank: int, message: Message) -> None:
         era.has_claim = era.has_claim or message.fields[6]
 
 
-def _settle_reply(era: Era, asked: Message, value: Any) -> None:
+def _settle_reply(era: Era, asked: Message) -> None:
     """Takes in that a request was granted."""
     key = asked.fields[0] if asked.fields else None
-    if asked.type is FrameType.SET and value:
+    if asked.type is FrameType.SET:
         era.values[key] = asked.fields[1]
     elif asked.type is FrameType.DELETE:
         era.values.pop(key, None)

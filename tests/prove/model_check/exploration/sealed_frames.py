@@ -21,12 +21,12 @@ _CONNECTION, _OTHER_CONNECTION = 1, 2
 def frames() -> list[bytes]:
     """The genuine ones, in order; then a reflected one, one of another connection, an altered one, one cut short."""
     own = session(_CONNECTION, is_server=False, sends=_FIRST_SEQUENCE, receives=0)
-    genuine = [own.seal(FrameType.SET, f"key {number}", b"value", True) for number in range(_GENUINE)]
+    genuine = [own.seal(FrameType.SET, f"key {number}", b"value") for number in range(_GENUINE)]
     reflected = session(_CONNECTION, is_server=True, sends=_FIRST_SEQUENCE, receives=0).seal(FrameType.PULSE)
     foreign = session(_OTHER_CONNECTION, is_server=False, sends=_FIRST_SEQUENCE, receives=0)
     altered = genuine[0][:20] + bytes([genuine[0][20] ^ 1]) + genuine[0][21:]
     renumbered = genuine[1][:12] + bytes([_FIRST_SEQUENCE]) + genuine[1][13:]
-    return [*genuine, reflected, foreign.seal(FrameType.SET, "key 0", b"value", True), altered, renumbered]
+    return [*genuine, reflected, foreign.seal(FrameType.SET, "key 0", b"value"), altered, renumbered]
 
 
 def wrongly_taken(length: int) -> Iterator[str]:

@@ -43,8 +43,8 @@ def exchange(value: bytes) -> Ask:
     return Ask(FrameType.EXCHANGE, ("x", None, value))
 
 
-def set_key(key: str, value: bytes, *, replaces: bool = True) -> Ask:
-    return Ask(FrameType.SET, (key, value, replaces))
+def set_key(key: str, value: bytes) -> Ask:
+    return Ask(FrameType.SET, (key, value))
 
 
 def get_key(key: str, from_rank: int | None = None) -> Ask:
