@@ -89,6 +89,28 @@ def missing_array(comm: Any, kit_name: str) -> str:
     return error_line(callback.flush)
 
 
+def missing_known_array(comm: Any, kit_name: str) -> str:
+    """One rank ends its step without the last of the `parameters`."""
+    kit = make_kit(comm, kit_name)
+    arrays = [kit.put(np.ones(size)) for size in (4, 3, 2)]
+    callback = gs.AllreduceCallback(group=comm, parameters=arrays)
+
+    def step() -> None:
+        for array in arrays[:2] if comm.rank == 1 else arrays:
+            callback(array, kit.put(np.ones(array.shape)))
+        callback.flush()
+
+    return error_line(step)
+
+
+def another_all_reduce(comm: Any, kit_name: str) -> str:
+    """One rank makes a step more; the other rank goes on to an all-reduce of its own."""
+    kit, callback = make_kit(comm, kit_name), gs.AllreduceCallback(group=comm)
+    hand_over(callback, kit, ALL)
+    array = kit.put(np.ones(3))
+    return error_line(lambda: comm.all_reduce(array) if comm.rank == 1 else hand_over(callback, kit, ALL))
+
+
 def other_arrays(comm: Any, kit_name: str) -> str:
     """No gradients of a callback."""
     array = make_kit(comm, kit_name).put(np.ones(4 if comm.rank == 1 else 3))

@@ -276,7 +276,7 @@ def _remedy(descriptions: Mapping[int, Description]) -> str:
             options = _by_value({rank: d.options for rank, d in descriptions.items()})
             return f"the callback's options differ: {options}: make the callback with the same options on all ranks"
         return _remedy_for_lines(descriptions, _SAME_GRADIENTS)
-    if len({d.what for d in each}) > 1:
+    if len({d.what for d in each}) > 1 or any(d.options for d in each):  # an all_reduce, and that of a bucket
         return "call the same collectives in the same order on all ranks"
     if any(d.lines for d in each):
         return _remedy_for_lines(descriptions, "pass the same arguments and arrays on all ranks")
@@ -290,7 +290,7 @@ def _remedy_for_lines(descriptions: Mapping[int, Description], same: str) -> str
     by_rank = {rank: dict(line.rpartition(": ")[::2] for line in d.lines) for rank, d in descriptions.items()}
     names = list(dict.fromkeys(name for arrays in by_rank.values() for name in arrays))
     counts = {rank: len(arrays) for rank, arrays in by_rank.items()}
-    if all(name.startswith("#") for name in names) and len(set(counts.values())) > 1:
+    if all(counts.values()) and all(name.startswith("#") for name in names) and len(set(counts.values())) > 1:
         # Parameters without a name are known by their number: one that is missing changes the numbers of all others.
         return f"the numbers of gradients differ: {_by_value(counts)}: {same}"
     for name in names:
