@@ -123,8 +123,7 @@ def test_gradsync_run_ends_with_four_lines(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_leaves_traces_too(tmp_path: Path) -> None:
-    # On a busy machine the launcher may ask rank 0 to end before it has written its file.
-    script = command.write_script(tmp_path, "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + SCRIPT)
+    script = command.write_script(tmp_path, SCRIPT)
     code, _, err = command.run("run", "-n", 2, "--trace", tmp_path / "traced", script, "fail")
     assert code == 1
     assert "KeyError: 'train-0003'" in err
@@ -132,6 +131,41 @@ def test_a_run_that_fails_leaves_traces_too(tmp_path: Path) -> None:
         assert names(events_of(tmp_path / f"traced/rank-{rank}.json"), "step", rank) == ["step"] * 4
     [failed] = [event for event in events_of(tmp_path / "traced/rank-0.json") if event["args"].get("state") == "failed"]
     assert failed["name"].startswith("all_reduce(mean)")
+
+
+def test_the_launcher_does_not_interrupt_a_rank_that_writes_its_trace(tmp_path: Path) -> None:
+    # Ranks need about a second to write so many steps, and do so at their exit, when the launcher knows of the failure.
+    # It asks them to end 0.1 s later.
+    many = SCRIPT.replace("range(5)", "range(20_000)").replace("step == 3", "step == 19_999")
+    at_exit = many.replace(
+        'with gs.init_process_group("shm") as comm:', 'comm = gs.init_process_group("shm")\nif True:'
+    )
+    script = command.write_script(tmp_path, at_exit)
+    code, _, err = command.run("run", "-n", 2, "--trace", tmp_path / "traced", script, "fail")
+    assert code == 1
+    assert "KeyError: 'train-0003'" in err
+    assert "most waited for" in err
+    assert sorted(os.listdir(tmp_path / "traced")) == ["all-ranks.json", "rank-0.json", "rank-1.json", "summary.txt"]
+
+
+def test_a_rank_that_has_begun_its_next_process_group_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "rank-1.json"
+    exists = Path.exists
+
+    def is_there_until_the_look(path: Path) -> bool:
+        found = exists(path)
+        if path == file:
+            path.unlink()
+        return found
+
+    file.write_text("")
+    monkeypatch.setattr(trace, "active", trace.Tracer(tmp_path))
+    monkeypatch.setattr(Path, "exists", is_there_until_the_look)
+    trace.end(0, 2)
+    assert not caplog.records
+    assert os.listdir(tmp_path) == ["rank-0.json"]
 
 
 def test_a_rank_that_is_killed_leaves_no_trace_and_no_summary(tmp_path: Path) -> None:

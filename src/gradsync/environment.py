@@ -222,7 +222,7 @@ FLIGHT_RECORDER_ENTRIES = Variable(
     partial(_integer, lowest=1, highest=_MAX_RECORDER_ENTRIES),
     64,
     "Number of collectives and messages that the flight recorder of each communicator keeps. During a trace, it keeps "
-    "at least 100,000.",
+    "at least 30,000.",
 )
 TRACE = Variable(
     "GRADSYNC_TRACE",

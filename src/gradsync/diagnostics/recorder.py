@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from gradsync.environment import FLIGHT_RECORDER_ENTRIES
 
-_TRACED_ENTRIES = 100_000  # the least number of entries that a recorder keeps during a trace
+_TRACED_ENTRIES = 30_000  # the least number of entries that a recorder keeps during a trace
 
 #: During a trace, which trace.py begins: the recorders of all communicators that were made since. Otherwise None.
 traced: list[FlightRecorder] | None = None

@@ -11,9 +11,12 @@ function at the end of each phase.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +33,7 @@ from gradsync.errors import InvalidArgument, describe, name_ranks
 if TYPE_CHECKING:
     from pathlib import Path  # pathlib takes long to import, and few processes write a trace
 
-_MAX_EVENTS = 500_000  # of phases, and of steps: the oldest are dropped
+_MAX_EVENTS = 150_000  # of phases, and of steps: the oldest are dropped
 _ALL_RANKS, _SUMMARY = "all-ranks.json", "summary.txt"
 
 #: An event of the Trace Event Format by Google: "X", which has a begin and a duration in microseconds, or "M", a name.
@@ -142,10 +145,29 @@ def end(rank: int, world_size: int) -> None:
     if active is None:
         return
     try:
-        _write(active.folder / _name_of(rank), _events(active, rank))
-        _join(active.folder, world_size)
+        with _after_sigterm():
+            _write(active.folder / _name_of(rank), _events(active, rank))
+            _join(active.folder, world_size)
     except Exception as error:  # the program has ended well, or with an error of its own
         _log.warning("the trace was not written: %s", describe(error))
+
+
+@contextlib.contextmanager
+def _after_sigterm() -> Iterator[None]:
+    """Lets a SIGTERM in the block take effect at its end: after a failure the launcher soon asks all ranks to end."""
+    previous = signal.getsignal(signal.SIGTERM)
+    # Only the main thread can install handlers. None: the handler is not one of Python, and could not be restored.
+    if previous is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        if came:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def _name_of(rank: int) -> str:
@@ -169,10 +191,13 @@ def _join(folder: Path, world_size: int) -> None:
     if not all(file.exists() for file in files):
         return
     try:
+        by_rank = {rank: json.loads(file.read_text())["traceEvents"] for rank, file in enumerate(files)}
+    except FileNotFoundError:  # a rank has begun its next process group; the files are joined when that has ended
+        return
+    try:
         summary = (folder / _SUMMARY).open("x")
     except FileExistsError:  # another rank has ended at the same moment, and joins them
         return
-    by_rank = {rank: json.loads(file.read_text())["traceEvents"] for rank, file in enumerate(files)}
     _write(folder / _ALL_RANKS, [event for events in by_rank.values() for event in events])
     lines = [*summary_of(by_rank), f"open {folder / _ALL_RANKS} in https://ui.perfetto.dev"]
     text = "".join([f"gradsync: {line}\n" for line in lines])
