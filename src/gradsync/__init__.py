@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 # For the error of an unknown name: a name of PyTorch -> gradsync's code for the same purpose.
 _FOREIGN = {
