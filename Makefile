@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 #   PYTHONPATH=src python3 -m pytest -m gpu -rs
 #   PYTHONPATH=src python3 benchmarks/gpu.py
 define with_cupy
-if $(PYTHON) -c 'import cupy, pytest, pytest_timeout, hypothesis, ml_dtypes, msgpack, click, rich' 2>/dev/null; then PYTHONPATH=src $(PYTHON) $(1); \
+if $(PYTHON) -c 'import cupy, pytest, pytest_timeout, hypothesis, ml_dtypes, msgpack, click, rich, cloudpickle' 2>/dev/null; then PYTHONPATH=src $(PYTHON) $(1); \
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
