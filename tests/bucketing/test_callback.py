@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from contract import IS_EVERYWHERE, KITS
+from contract import IS_EVERYWHERE
 from gradsync.bucketing import take_forgotten
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.local import local_communicator
@@ -209,16 +209,6 @@ def test_a_second_thread_is_told() -> None:
         thread.start()
         thread.join(30)
     assert "one thread at a time" in errors[0]
-
-
-def test_forced_packing_gives_the_same_results() -> None:
-    gradients = checks.awkward_gradients(0, KITS["numpy"]())
-    callback = gs.AllreduceCallback("mean", local_communicator(force_packing=True))
-    wanted = {name: gradient.copy() for name, gradient in gradients.items()}
-    with callback.backward():
-        futures = {name: callback(name, gradient) for name, gradient in gradients.items()}
-    for name, future in futures.items():
-        np.testing.assert_array_equal(future.result(), wanted[name])
 
 
 def test_gradients_that_share_memory_are_refused() -> None:

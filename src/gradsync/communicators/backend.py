@@ -111,8 +111,6 @@ class Backend(ABC):
             until the GPU has run it. share_numbers is an exception.
         begins_with_barrier: whether a new communicator runs a barrier as its first collective.
         plans_for: the class of the arrays that the backend's plans accept; see `plan_all_reduce`.
-        force_packing: whether a world of one rank copies a list of arrays to a flat buffer and back, like the NCCL
-            backend of a larger world. Benchmarks set `force_packing` to measure the time of these copies.
         finder: the object that collects non-finite values while lists and resident memory are reduced; None if the
             backend does not support this check.
         squares: the object that adds up the squares of the results during the reduction; None if the backend does not
@@ -128,7 +126,6 @@ class Backend(ABC):
     arrays: ArrayKind = ArrayKind()
     runs_beside_host = False
     begins_with_barrier = False
-    force_packing = False
     plans_for: Any = np.ndarray
     finder: NonFiniteFinder | None = None
     squares: SumOfSquares | None = None

@@ -10,15 +10,14 @@ from gradsync.arguments import DEFAULT_COLLECTIVE_TIMEOUT_SECONDS
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.host_copy import pack_words, split_words, word_dtype
 from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array, ReduceOp
 
 
-def local_communicator(*, force_packing: bool = False) -> Communicator:
+def local_communicator() -> Communicator:
     """Returns a communicator of one rank; see LocalBackend."""
-    return Communicator(LocalBackend(force_packing=force_packing))
+    return Communicator(LocalBackend())
 
 
 def check(place: RankEnvironment) -> None:
@@ -43,29 +42,16 @@ class LocalBackend(Backend):
     Args:
         timeout_seconds: the time limit of collectives. With one rank, collectives do not wait. The time limit
             matters in one case: one thread reduces a gradient, and another thread waits for the gradient's future.
-        force_packing: whether all_reduce copies the arrays to a flat buffer and back, see Backend.
     """
 
     name = "local"
 
-    def __init__(
-        self, timeout_seconds: float = DEFAULT_COLLECTIVE_TIMEOUT_SECONDS, *, force_packing: bool = False
-    ) -> None:
+    def __init__(self, timeout_seconds: float = DEFAULT_COLLECTIVE_TIMEOUT_SECONDS) -> None:
         super().__init__(None, "local", timeout_seconds)
-        self.force_packing = force_packing
-        self._packed = np.empty(0, np.uint8)
 
     def all_reduce(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
-        if self.force_packing:
-            word, total = word_dtype(sources[0].dtype), sum([source.nbytes for source in sources])
-            if self._packed.size < total:
-                self._packed = np.empty(total, np.uint8)
-            packed = self._packed[:total].view(word)
-            pack_words([source.view(word) for source in sources], packed)
-            split_words(packed, [target.view(word) for target in targets])
-            return
         for source, target in zip(sources, targets, strict=True):
             _copy(source, target)
 

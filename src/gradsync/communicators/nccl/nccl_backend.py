@@ -59,11 +59,15 @@ class NcclBackend(Backend):
         group: the communicator's name; no group since the last start of the ranks has had this name.
         timeout_seconds: how long a collective may wait for a rank.
         deadline: the deadline for connecting the ranks, in time.monotonic() seconds.
+
+    Attributes:
+        force_packing: whether a world of one rank copies a list of arrays to a flat buffer and back, as in a larger
+            world. Benchmarks set it to measure the time of these copies.
     """
 
     name = "nccl"
-    plans_for = cupy.ndarray
     runs_beside_host = True
+    force_packing = False
     arrays: DeviceArrays
     client: RendezvousClient
 
