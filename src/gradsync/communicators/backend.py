@@ -110,7 +110,6 @@ class Backend(ABC):
         runs_beside_host: whether collectives run on a GPU. On a GPU, a method launches a collective, and does not wait
             until the GPU has run it. share_numbers is an exception.
         begins_with_barrier: whether a new communicator runs a barrier as its first collective.
-        plans_for: the class of the arrays that the backend's plans accept; see `plan_all_reduce`.
         finder: the object that collects non-finite values while lists and resident memory are reduced; None if the
             backend does not support this check.
         squares: the object that adds up the squares of the results during the reduction; None if the backend does not
@@ -126,7 +125,6 @@ class Backend(ABC):
     arrays: ArrayKind = ArrayKind()
     runs_beside_host = False
     begins_with_barrier = False
-    plans_for: Any = np.ndarray
     finder: NonFiniteFinder | None = None
     squares: SumOfSquares | None = None
     lifetime: Lifetime
@@ -262,13 +260,6 @@ class Backend(ABC):
     # -- Plans for repeated calls with one whole array and equal parts -----------------------------------------
     # A method returns None if a plan would not be faster than the methods above. In one collective some ranks may run a
     # plan, while other ranks call the methods above. `release` frees the plans' resources.
-
-    def takes(self, array: Array) -> bool:
-        """Returns whether a plan may write to `array`, whose class is `plans_for`.
-
-        This method is called only for GPU backends.
-        """
-        return True
 
     def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
         """Returns a plan for `all_reduce` of one array with `size` elements."""

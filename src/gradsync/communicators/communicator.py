@@ -134,7 +134,6 @@ class Communicator:
         # Members of the backend that bucketing uses, or that each collective reads.
         self._arrays = backend.arrays
         self._runs_beside_host = backend.runs_beside_host
-        self._plans_for = backend.plans_for
         self._checked_stream = backend.checked_stream
         self._mark_work = backend.mark_work
         self._follow_work = backend.follow_work
@@ -1000,37 +999,27 @@ class Communicator:
     def _run(self, call: CollectiveCall, stream: Any) -> Any:
         """Runs a collective whose arguments have been checked, and returns its result."""
         what, agreement, move, source, target = call
-        if target is not None and not self._runs_beside_host:  # a plan on the CPU: there is no stream
+        if target is not None:  # a plan: there is no stream
             with self._lifetime.collective(what, agreement):
                 move(source, target, agreement)
             return target
         stream = self._checked_stream(stream, what)
         with self._lifetime.collective(what, agreement):
-            result, launch = self._launch(call, stream)
+            with self._backend.launching(stream) as launch:
+                result = move(launch)
             if launch is not None and launch.has_host_results:
                 launch.wait()
         return result
-
-    def _launch(
-        self, call: CollectiveCall, stream: Any, producers: Sequence[Any] | None = None
-    ) -> tuple[Any, Completion | None]:
-        """Calls the backend within a collective. Returns the result and, on a GPU, the launch's Completion."""
-        _, agreement, move, source, target = call
-        with self._backend.launching(stream, producers) as launch:
-            if target is None:
-                return move(launch), launch
-            move(source, target, agreement)
-            return target, launch
 
     # -- Repeated calls ------------------------------------------------------------------------------------------
 
     def _find_stored(self, what: str, detail: Any, array: Any, out: Any) -> CollectiveCall | None:
         """Returns a call that runs a stored plan, if an earlier call has stored one for such arguments; else None.
 
-        This method checks only the class, shape, dtype and flags of the arrays and, on a GPU, the device. If the result
-        is None, the public method checks all arguments and raises the errors.
+        This method checks only the class, shape, dtype and flags of the arrays. If the result is None, the public
+        method checks all arguments and raises the errors.
         """
-        if type(array) is not self._plans_for:
+        if type(array) is not np.ndarray:
             return None
         try:
             known = self._plans.get((what, detail, array.shape, array.dtype))
@@ -1042,9 +1031,6 @@ class Communicator:
         flags = array.flags
         if not flags.c_contiguous:
             return None
-        if self._runs_beside_host:
-            is_known = in_place and out is None and self._backend.takes(array)
-            return (what, agreement, run, array, array) if is_known else None
         if out is not None:
             if type(out) is not np.ndarray or out.shape != shape or out.dtype != array.dtype:
                 return None
@@ -1224,15 +1210,15 @@ class _Submitter(Communicator):
     def _run(self, call: CollectiveCall, stream: Any) -> CollectiveFuture:
         if not self._runs_beside_host:
             return submit(self._lifetime, call[0], partial(super()._run, call, stream))
-        what, agreement, *_ = call
+        what, agreement, move, *_ = call
         name = f"{self.label}: {what}"
         stream = self._checked_stream(stream, what)
         end = CollectiveEnd()
         producers = [self._mark_work()] if stream is None else None
         context = self._lifetime.collective(what, agreement)
         try:
-            with context:
-                result, launch = self._launch(call, stream, producers)
+            with context, self._backend.launching(stream, producers) as launch:
+                result = move(launch)
         except Exception as error:
             closed = isinstance(error, CommunicatorClosed)  # the failure that ended the communicator has been reported
             end.finish(None, error, log_entry=None if closed else LostFailure(name, error))

@@ -19,7 +19,7 @@ import cupy
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Backend, Bounds, Message, Run, part_of
+from gradsync.communicators.backend import Backend, Bounds, Message, part_of
 from gradsync.communicators.failures import FailureMonitor
 from gradsync.communicators.nccl.comparison import Comparison, Direction
 from gradsync.communicators.nccl.device_arrays import DeviceArrays
@@ -108,18 +108,16 @@ class NcclBackend(Backend):
 
     def all_reduce(self, sources: Sequence[Any], targets: Sequence[Any], op: ReduceOp, agreement: Agreement) -> None:
         if len(sources) == 1:
-            self._all_reduce_one(self._reduce_for_all, op, sources[0], targets[0], agreement)
+            self._all_reduce_one(sources[0], targets[0], op, agreement)
         else:
             self._all_reduce_list(sources, targets, op, agreement)
 
-    def _all_reduce_one(
-        self, reduce: Callable[[Any, Any, ReduceOp], None], op: ReduceOp, source: Any, target: Any, agreement: Agreement
-    ) -> None:
+    def _all_reduce_one(self, source: Any, target: Any, op: ReduceOp, agreement: Agreement) -> None:
         end_phase = trace.phases_of(self.recorder)
         self.agree(agreement)
         end_phase("waiting")
         self.keep(source, target)
-        reduce(source, target, op)
+        self._reduce_for_all(source, target, op)
         end_phase("launching")
 
     def _all_reduce_list(
@@ -142,14 +140,6 @@ class NcclBackend(Backend):
             end_phase("launching")
             self._packer.split(flat, targets)
             end_phase("splitting")
-
-    def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
-        if not size or not self._is_plain(dtype, op):
-            return None  # the other reductions need flat arrays
-        return partial(self._all_reduce_one, self._nccl.all_reduce, op)
-
-    def takes(self, array: Any) -> bool:
-        return bool(array.data.device_id == self._nccl.device_id)
 
     def reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         if not self._is_plain(source.dtype, op):
