@@ -25,8 +25,8 @@ def collectives(comm: Any, kit: Any, shape: tuple[int, ...]) -> dict[str, Form]:
     tail = shape[1:]
     uneven = (sum(sizes), *tail)
 
-    def mine(of_shape: tuple[int, ...] = shape, seed: int = 0) -> Any:
-        return kit.put(contribution(rank, of_shape, "float32", seed))
+    def mine(of_shape: tuple[int, ...] = shape) -> Any:
+        return kit.put(contribution(rank, of_shape, "float32"))
 
     def room(of_shape: tuple[int, ...]) -> Any:
         return kit.put(np.zeros(of_shape, np.float32))

@@ -98,7 +98,7 @@ def name_them_by_arrays(comm: Any, kit_name: str) -> None:
     expect(gs.InvalidArgument, lambda: callback(twin, kit.put(on_host(twin))), "is not among the callback's parameters")
 
 
-def right_steps(comm: Any, kit: Any, callback: Any, specs: Specs = SMALL) -> None:
+def right_steps(comm: Any, kit: Any, callback: Any, specs: Specs) -> None:
     """Runs steps in which nothing is missing."""
     for number in range(2):
         got = step(callback, put_all(kit, values_for(comm.rank, number, specs)))

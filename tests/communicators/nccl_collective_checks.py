@@ -61,7 +61,7 @@ def collectives_of(comm: Any, source: Any) -> dict[str, tuple[Callable[..., Any]
     }
 
 
-def assert_blocks(result: Any, values: list[float], stream: Any = None) -> None:
+def assert_blocks(result: Any, values: list[float], stream: Any) -> None:
     """Each value fills a block of the result, whatever their sizes."""
     if not values:
         assert result is None

@@ -417,8 +417,8 @@ class Communicator:
                     f"{self.label}: {what}: sizes {list(of_ranks)} give this rank {of_ranks[self.rank]} rows, but its "
                     f"array has {rows}"
                 )
-            detail = _joined(f"rows {list(of_ranks)}", to_root)
-            agreement = agreement_on(what, (ROWS, *rest), source.dtype, detail)
+            detail = f"rows {list(of_ranks)}"
+            agreement = agreement_on(what, (ROWS, *rest), source.dtype, f"{detail}, {to_root}" if to_root else detail)
         parts = _parts(source.shape, of_ranks, source.dtype.itemsize, self.rank)
 
         def transfer(flat: Array, target: Any) -> None:
@@ -1329,7 +1329,3 @@ def _parts(shape: Shape, sizes: tuple[int, ...], itemsize: int, rank: int) -> _P
         part_of(byte_bounds, rank),
         row * itemsize,
     )
-
-
-def _joined(*details: str) -> str:
-    return ", ".join([detail for detail in details if detail])
