@@ -448,8 +448,6 @@ def _print_exports(address: str, secret_file: str) -> None:
 
 def _stop_on_termination(server: RendezvousServer) -> list[int]:
     """Makes SIGINT and SIGTERM stop the server; returns a list to which the handler adds each signal's number."""
-    import signal
-
     received: list[int] = []
 
     def stop(number: int, _frame: object) -> None:

@@ -27,7 +27,6 @@ import rank_functions
 
 import gradsync as gs
 
-METHODS = ["spawn", "fork", "forkserver"]
 BY_DEFAULT_AND_BY_NAME = [None, "fork", "forkserver"]  # the default is "spawn"
 
 
@@ -104,10 +103,9 @@ def test_launcher_options_by_position():
     assert gs.launcher(None, 2)(rank_functions.plain)("x") == [("x", True)] * 2
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_launcher_takes_functions_of_c(method):
-    assert gs.launcher(time.sleep, 1, start_method=method)(0.0) == [None]
-    assert gs.launcher(n_gpus=1, start_method=method)(math.sqrt)(4.0) == [2.0]
+def test_launcher_takes_functions_of_c():
+    assert gs.launcher(time.sleep, 1)(0.0) == [None]
+    assert gs.launcher(n_gpus=1)(math.sqrt)(4.0) == [2.0]
 
 
 @pytest.mark.parametrize("method", BY_DEFAULT_AND_BY_NAME)
@@ -488,10 +486,7 @@ def test_launch_sets_the_variables_of_each_process():
         assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("localhost", "4321")
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.usefixtures("_default_start_method")
-def test_launch_never_touches_the_environment_of_the_parent(tmp_path, method):
-    gs.set_start_method(method)
+def test_launch_never_touches_the_environment_of_the_parent(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     before, during = dict(os.environ), []
 

@@ -75,7 +75,6 @@ class Kind:
     Attributes:
         name: the name of the communicator's method.
         reduces: whether the collective takes a reduction operator.
-        rooted: whether the collective has a root rank.
         source_parts, target_parts: the number of parts in a rank's source array and in its target array: "1", or "n"
             for one part per rank.
         bus_ring: whether (n - 1) / n of the bytes cross each link, for n ranks; if False, all bytes cross each link.
@@ -86,7 +85,6 @@ class Kind:
 
     name: str
     reduces: bool = False
-    rooted: bool = False
     source_parts: str = "1"
     target_parts: str = "1"
     bus_ring: bool = False
@@ -115,10 +113,10 @@ KINDS = {
         Kind(ALL_GATHER, target_parts="n", bus_ring=True),
         Kind(REDUCE_SCATTER, reduces=True, source_parts="n", bus_ring=True),
         Kind(ALL_TO_ALL, source_parts="n", target_parts="n", bus_ring=True),
-        Kind(BROADCAST, rooted=True, has_separate_target=False),
-        Kind(REDUCE, reduces=True, rooted=True),
-        Kind(GATHER, rooted=True, target_parts="n", bus_ring=True),
-        Kind(SCATTER, rooted=True, source_parts="n", bus_ring=True),
+        Kind(BROADCAST, has_separate_target=False),
+        Kind(REDUCE, reduces=True),
+        Kind(GATHER, target_parts="n", bus_ring=True),
+        Kind(SCATTER, source_parts="n", bus_ring=True),
         Kind(EXCHANGE, has_in_place=False),
     )
 }

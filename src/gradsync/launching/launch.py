@@ -101,9 +101,9 @@ def launch(
 
     Raises:
         InvalidArgument: `args` is a tuple of length 1, or of as many items as `func` has required parameters: perhaps
-            the caller means separate arguments, as before 0.2. Other reasons: the function or its argument cannot be
-            pickled; a return value cannot be unpickled in this process; `nprocs` is not a positive integer; an
-            environment variable of gradsync is invalid; this process is a rank.
+            the caller means separate arguments, as `gs.spawn` takes them. Other reasons: the function or its argument
+            cannot be pickled; a return value cannot be unpickled in this process; `nprocs` is not a positive integer;
+            an environment variable of gradsync is invalid; this process is a rank.
         BackendUnavailable: the system is not Linux, or allows no more processes or open files.
         WorkerError: a worker failed, for example because the `__main__` guard is missing, or its return value cannot be
             pickled.
@@ -132,8 +132,7 @@ def _arguments(func: object, args: Any) -> tuple[Any, ...]:
     """Returns the positional arguments of the call: `args` as the only argument; none if `args` is an empty tuple.
 
     Raises:
-        InvalidArgument: `args` is a tuple that may be meant as several arguments: before 0.2, launch(f, (a, b)) called
-            f(a, b).
+        InvalidArgument: `args` is a tuple that may be meant as several arguments, as in spawn(f, (a, b)).
     """
     if not isinstance(args, tuple):
         return (args,)
