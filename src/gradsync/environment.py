@@ -123,18 +123,16 @@ class Variable(str, Generic[T]):
 
     Attributes:
         default: the value if the variable is not set or is empty.
-        help: the variable's description, as in docs/commands.md.
     """
 
-    __slots__ = ("_parse", "default", "help")
+    __slots__ = ("_parse", "default")
 
     _parse: Callable[[str, str], T]
     default: T
-    help: str
 
-    def __new__(cls, name: str, parse: Callable[[str, str], T], default: T, help: str) -> Variable[T]:
+    def __new__(cls, name: str, parse: Callable[[str, str], T], default: T) -> Variable[T]:
         self = super().__new__(cls, name)
-        self._parse, self.default, self.help = parse, default, help
+        self._parse, self.default = parse, default
         return self
 
     def read(self, environ: Mapping[str, str] = os.environ) -> T:
@@ -150,87 +148,25 @@ class Variable(str, Generic[T]):
         return str, (str(self),)  # pickle stores only the name
 
 
-RANK = Variable(
-    "GRADSYNC_RANK",
-    _integer,
-    None,
-    "This process's rank, from 0 to world size - 1. gradsync's launcher sets this variable and RANK.",
-)
-WORLD_SIZE = Variable(
-    "GRADSYNC_WORLD_SIZE",
-    partial(_integer, lowest=1),
-    None,
-    "Number of ranks in the run. gradsync's launcher sets this variable and WORLD_SIZE.",
-)
-LOCAL_RANK = Variable(
-    "GRADSYNC_LOCAL_RANK",
-    _integer,
-    None,
-    "This process's rank on its machine, from 0. gradsync's launcher sets this variable and LOCAL_RANK.",
-)
-LOCAL_WORLD_SIZE = Variable(
-    "GRADSYNC_LOCAL_WORLD_SIZE",
-    partial(_integer, lowest=1),
-    None,
-    "Number of ranks on this machine. gradsync's launcher sets this variable and LOCAL_WORLD_SIZE.",
-)
-ADDRESS = Variable("GRADSYNC_ADDRESS", _address, None, "host:port of the rendezvous server.")
-HOSTED = Variable(
-    "GRADSYNC_HOSTED",
-    _switch,
-    False,
-    '"1" if a server of gradsync\'s launcher or of `gradsync serve` runs at GRADSYNC_ADDRESS, so that rank 0 starts no '
-    "server.",
-)
-BACKEND = Variable(
-    "GRADSYNC_BACKEND",
-    _backend,
-    "auto",
-    f'Backend that `init_process_group("auto")` uses: {", ".join(BACKENDS)}.',
-)
-ALLOW_SHARED_GPU = Variable(
-    "GRADSYNC_ALLOW_SHARED_GPU", _switch, False, '"1" lets several ranks use the same GPU through NCCL, for tests.'
-)
-SECRET = Variable(
-    "GRADSYNC_SECRET",
-    parse_secret,
-    None,
-    "Secret of the run in hexadecimal. gradsync reads this variable once, and removes it from the environment.",
-)
-SECRET_FILE = Variable(
-    "GRADSYNC_SECRET_FILE",
-    _secret_of_file,
-    None,
-    "Path of a file with the secret in hexadecimal. The file must belong to the user, and other users must have no "
-    "access to it (mode 0600).",
-)
-COLLECTIVE_TIMEOUT_SECONDS = Variable(
-    "GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS",
-    _seconds,
-    None,
-    "Seconds that a collective waits for a rank. This value overrides the script's value, for example under a "
-    "debugger.",
-)
-LOG = Variable(
-    "GRADSYNC_LOG",
-    _log_level,
-    None,
-    "Level of the `gradsync` logger, which then writes to standard error: debug, info, warning, error or critical.",
-)
+# docs/commands.md describes each for users. gradsync's launcher sets the first seven for its ranks.
+RANK = Variable("GRADSYNC_RANK", _integer, None)
+WORLD_SIZE = Variable("GRADSYNC_WORLD_SIZE", partial(_integer, lowest=1), None)
+LOCAL_RANK = Variable("GRADSYNC_LOCAL_RANK", _integer, None)
+LOCAL_WORLD_SIZE = Variable("GRADSYNC_LOCAL_WORLD_SIZE", partial(_integer, lowest=1), None)
+ADDRESS = Variable("GRADSYNC_ADDRESS", _address, None)  # of the rendezvous server
+#: Whether a server of gradsync's launcher or of `gradsync serve` runs at ADDRESS, so that rank 0 starts no server.
+HOSTED = Variable("GRADSYNC_HOSTED", _switch, False)
+BACKEND = Variable("GRADSYNC_BACKEND", _backend, "auto")
+ALLOW_SHARED_GPU = Variable("GRADSYNC_ALLOW_SHARED_GPU", _switch, False)
+SECRET = Variable("GRADSYNC_SECRET", parse_secret, None)  # read once, and removed from the environment
+SECRET_FILE = Variable("GRADSYNC_SECRET_FILE", _secret_of_file, None)
+#: Overrides the script's value, for example under a debugger.
+COLLECTIVE_TIMEOUT_SECONDS = Variable("GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS", _seconds, None)
+LOG = Variable("GRADSYNC_LOG", _log_level, None)  # the level of the logger "gradsync"
 FLIGHT_RECORDER_ENTRIES = Variable(
-    "GRADSYNC_FLIGHT_RECORDER_ENTRIES",
-    partial(_integer, lowest=1, highest=_MAX_RECORDER_ENTRIES),
-    64,
-    "Number of collectives and messages that the flight recorder of each communicator keeps. During a trace, it keeps "
-    "at least 30,000.",
+    "GRADSYNC_FLIGHT_RECORDER_ENTRIES", partial(_integer, lowest=1, highest=_MAX_RECORDER_ENTRIES), 64
 )
-TRACE = Variable(
-    "GRADSYNC_TRACE",
-    _text,
-    None,
-    "Folder for Chrome traces. The files show when each rank trained, packed, waited and reduced. At the end gradsync "
-    "prints where a step's time went, and which rank the others waited for most.",
-)
+TRACE = Variable("GRADSYNC_TRACE", _text, None)  # the folder for Chrome traces
 
 #: All variables, in the order of the documentation.
 VARIABLES: tuple[Variable[object], ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
