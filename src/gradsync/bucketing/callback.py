@@ -309,7 +309,7 @@ class AllreduceCallback:
 
         In Python 3.10, errors have no notes, so the error stays as it is.
         """
-        names = [entry.spec.name for entry in self._step.locked()]
+        names = [entry.name for entry in self._step.locked()]
         if names and hasattr(error, "add_note"):
             one = len(names) == 1
             what = f"the gradient of {names[0]} is" if one else f"the gradients of {list_of_names(names)} are"

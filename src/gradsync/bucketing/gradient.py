@@ -65,7 +65,6 @@ class GradientEntry:
         is_locked: whether the gradient is read-only while it is in flight.
         completes: the buckets that the gradient completes; see the class Assignment in plan.py.
         key: the key that identifies the parameter in this process.
-        spec: the name, shape and dtype of the gradient, on which the ranks agree.
         position: the gradient's index in the order of arrival. If the callback has the option `parameters`: the
             parameter's index in this option.
         native: the gradient as a native array (see ArrayKind). If the gradient is locked: a view that stays writeable.
@@ -88,7 +87,6 @@ class GradientEntry:
     is_locked: bool
     completes: Sequence[Bucket] | None
     key: Hashable
-    spec: GradientSpec
     position: int
     native: Any
     out: Destination

@@ -156,7 +156,7 @@ def refuse_in_flight(array: Array, who: str, holder: Holder | None = None) -> No
         for entry in other.locked():
             if _host.share_memory(array, entry.gradient):
                 raise InvalidArgument(
-                    f"{who} is in flight already: {other.whose} has it as the gradient of {entry.spec.name} and has "
+                    f"{who} is in flight already: {other.whose} has it as the gradient of {entry.name} and has "
                     "not reduced it yet: flush that callback first, or hand over a copy"
                 )
 

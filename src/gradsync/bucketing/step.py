@@ -329,7 +329,6 @@ class Step:
             is_locked=is_locked,
             completes=assignment.completes,
             key=key,
-            spec=spec,
             position=position,
             native=native,
             out=out,
@@ -601,7 +600,7 @@ class Step:
         waiting = self._waiting()
         if waiting:
             count = "1 gradient was" if len(waiting) == 1 else f"{len(waiting)} gradients were"
-            what = f"{count} handed over and never reduced (first: {waiting[0].spec.name})"
+            what = f"{count} handed over and never reduced (first: {waiting[0].name})"
         elif self._positions is not None:
             what = "the gradients of all parameters were handed over, and their step has not ended"
         else:
