@@ -9,7 +9,7 @@ import pytest
 
 import gradsync as gs
 from gradsync.communicators import failures
-from gradsync.communicators.agreement import Agreement, CallSite, Description, mismatch
+from gradsync.communicators.agreement import Agreement, Description, mismatch
 from gradsync.communicators.failures import exchange_descriptions
 from gradsync.errors import RendezvousTimeout
 
@@ -18,8 +18,8 @@ WHOLE = Description(
     "all_reduce (sum) of a bucket",
     (*LINES, "called from train.py:3", "['absent']: None"),
     callback="number 2",
-    options="mean, hook Hook, first 1, last 2",
-    call_site=CallSite("train.py:41 in step", "submitted at"),
+    options="mean, hook, threshold_bytes 2",
+    call_site="submitted at train.py:41 in step",
 )
 
 

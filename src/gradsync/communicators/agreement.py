@@ -48,31 +48,16 @@ class _OnBehalf(threading.local):
 on_behalf = _OnBehalf()
 
 
-class CallSite(NamedTuple):
-    """The line of the user's program that called a collective.
+def find_call_site() -> str:
+    """Returns the line of the user's program that called the current collective, e.g. "at train.py:41 in step".
 
-    Attributes:
-        line: the file, the line number and the function, e.g. "train.py:41 in step"; "" if the line is not known.
-        relation: the words before the line in errors, e.g. "at" or "submitted at".
-    """
-
-    line: str = ""
-    relation: str = "at"
-
-    def __str__(self) -> str:
-        """Returns the relation and the line, e.g. "at train.py:41 in step"; "" if the line is not known."""
-        return f"{self.relation} {self.line}" if self.line else ""
-
-
-def find_call_site() -> CallSite:
-    """Returns the line of the user's program that called the current collective.
-
-    Call this function only before the collective returns, because the function reads the line from the stack.
+    For an asynchronous collective the text is "submitted at train.py:41 in step". The text is "" if the line is not
+    known. Call this function only before the collective returns, because the function reads the line from the stack.
     """
     if on_behalf.submitted_at is not None:
-        return CallSite(str(on_behalf.submitted_at), "submitted at")
+        return f"submitted at {on_behalf.submitted_at}"
     found = caller(on_behalf.thread)
-    return CallSite("" if found is None else str(found))
+    return "" if found is None else f"at {found}"
 
 
 # -- Descriptions: sent to the other ranks after a mismatch ----------------------------------------------------------
@@ -87,14 +72,14 @@ class Description(NamedTuple):
         callback: the AllreduceCallback that runs the collective, as text that is equal on ranks that use the same
             callback; "" if the program itself calls the collective.
         options: the options of the callback, for a bucket or the end of its step; otherwise "".
-        call_site: the line of the rank's program that called the collective.
+        call_site: the line of the rank's program that called the collective; see find_call_site.
     """
 
     headline: str
     lines: tuple[str, ...] = ()
     callback: str = ""
     options: str = ""
-    call_site: CallSite = CallSite()
+    call_site: str = ""
 
     @property
     def what(self) -> str:
@@ -103,13 +88,13 @@ class Description(NamedTuple):
 
     def __str__(self) -> str:
         """Returns the headline and the line of code, e.g. "all_reduce of float64[3] (sum), at train.py:41 in step"."""
-        return f"{self.headline}, {self.call_site}" if self.call_site.line else self.headline
+        return f"{self.headline}, {self.call_site}" if self.call_site else self.headline
 
     def to_text(self) -> str:
         """Returns the description as ASCII text, to be sent to the other ranks."""
         import json  # imported here to keep the start of a rank short
 
-        return json.dumps([self.headline, self.callback, self.options, *self.call_site, *self.lines])
+        return json.dumps([self.headline, self.callback, self.options, self.call_site, *self.lines])
 
     @classmethod
     def from_text(cls, text: str) -> Description:
@@ -117,10 +102,10 @@ class Description(NamedTuple):
         import json  # imported here to keep the start of a rank short
 
         try:
-            headline, callback, options, line, relation, *lines = map(str, json.loads(text))
+            headline, callback, options, call_site, *lines = map(str, json.loads(text))
         except (ValueError, TypeError, RecursionError):
             return cls("(a description that cannot be read)")
-        return cls(headline, tuple(lines), callback, options, CallSite(line, relation))
+        return cls(headline, tuple(lines), callback, options, call_site)
 
 
 def array_text(dtype: object, shape: Shape) -> str:
@@ -248,11 +233,12 @@ def mismatch(label: str, agreement: Agreement, descriptions: Mapping[int, Descri
         shown += [f"    rank {rank}: {lines[0] if lines else '(nothing)'}" for rank, lines in differing.items()]
     if remedy := _remedy(by_rank):
         shown.append(f"  {remedy}")
+    places = {rank: described.call_site.partition("at ")[2] for rank, described in by_rank.items()}
     return PlanMismatch(
         "\n".join(shown),
         index=agreement.event,
         descriptions={rank: "\n".join([by_rank[rank].headline, *lines]) for rank, lines in differing.items()},
-        places={rank: described.call_site.line for rank, described in by_rank.items() if described.call_site.line},
+        places={rank: place for rank, place in places.items() if place},
     )
 
 

@@ -271,7 +271,7 @@ def _number_and_title(entry: Entry | None, *, is_launched: bool) -> tuple[int, s
     if not entry.what.is_message:
         return entry.number, entry.title
     site = find_call_site()
-    if not site.line:
+    if not site:
         return OF_MESSAGES, entry.title
     state = "launched; the program is now " if is_launched else ""
     return OF_MESSAGES, f"{entry.title.removesuffix(')')}, {state}{site})"
