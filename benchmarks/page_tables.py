@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison_tables import comparison, knobs, lists, thresholds
-from failure_tables import detection, detection_at_a_glance, fault_matrix, kills, model_check, restarts, simulation
+from failure_tables import detection, detection_at_a_glance, fault_matrix
 from timing_tables import (
     over_mpi,
     partition,
@@ -37,15 +37,9 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "failure_detection": detection,
     "failure_detection.at_a_glance": detection_at_a_glance,
     "fault_matrix": fault_matrix,
-    "proof_model_check": model_check,
-    "proof_simulation": simulation,
-    "proof_kills": kills,
-    "proof_restarts": restarts,
     "network_partition": partition,
 }
 _MEDIANS = "The table shows medians. The compared programs took turns"
-_MAKES = "`{command}` makes the table"
-_BOLD = "Each time begins with the failure. Times above their limit are in bold"
 #: The ranks of most measurements. A table whose setting is this one, and whose machine is that of the table above it on
 #: the page, names neither.
 USUAL = "two ranks"
@@ -55,11 +49,6 @@ METHODS = {
         USUAL,
         'In the rows "busy cores", one busy process for each core competes with the ranks, and disturbs only some '
         "rounds. If such a time is below the time on idle cores, the difference is noise",
-    ),
-    "collectives": (
-        USUAL,
-        "The table names the size of a rank's input (all_gather, all_to_all), of its output (reduce_scatter), or "
-        "of the array (broadcast)",
     ),
     "buckets": (
         USUAL,
@@ -73,20 +62,6 @@ METHODS = {
         "`python benchmarks/training_speed.py` makes the table",
     ),
     "start_up": ("", ""),
-    "beside_mpi4py": ("two ranks of MPICH", f"{_MEDIANS}. `make bench-mpi` makes the table"),
-    "network_partition": ("two network namespaces", "`python benchmarks/network_partition.py` makes the table"),
-    "rendezvous_scale": (
-        "simulated ranks",
-        "The table shows medians of the wall time and, in brackets, of the server's processor time. The servers took "
-        "turns. The simulated ranks ran on the same cores as the server",
-    ),
-    "failure_detection": ("", _BOLD),
-    "failure_detection.at_a_glance": (USUAL, _BOLD),
-    "fault_matrix": ("three ranks", f"Times above their limit are in bold. {_MAKES}"),
-    "proof_model_check": ("", _MAKES),
-    "proof_simulation": ("", _MAKES),
-    "proof_kills": ("", _MAKES),
-    "proof_restarts": ("three ranks", _MAKES),
 }
 
 

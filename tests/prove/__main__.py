@@ -2,7 +2,7 @@
 
     python tests/prove                        # every part, one after the other (hours)
     python tests/prove simulation kills       # these
-    python tests/prove --quick                # each much shortened; writes no results
+    python tests/prove --quick                # each much shortened
     python tests/prove --seeds 1000 simulation
     python tests/prove --list
 
@@ -22,19 +22,17 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 # See tests/places.py and tests/test_golden.py.
 EVERYWHERE = {"GRADSYNC_TEST_PLACES": "all", "GRADSYNC_TEST_DEEP": "1"}
 _SHOWN_LINES = 30  # of the output of what fails
 
 
 class Script(NamedTuple):
-    """A script of a part: its options in full and with --quick, and the name of its result."""
+    """A script of a part: its options in full, and with --quick."""
 
     path: str
     full: tuple[str, ...]
     quick: tuple[str, ...]
-    result: str | None = None
 
 
 _PYTEST = ("pytest", "-q", "--timeout", "900")
@@ -55,23 +53,17 @@ SCRIPTS = {
         # Of the tests left out there, what the part's own have not.
         Script("-m", _OF_ONE_FILE, _OF_ONE_FILE),
     ],
-    "model_check": [Script("tests/prove/model_check/model_check.py", (), ("--states", "2000"), "proof_model_check")],
-    "simulation": [
-        Script(
-            "tests/prove/simulation/simulation_run.py", ("--seeds", "100000"), ("--seeds", "200"), "proof_simulation"
-        )
-    ],
+    "model_check": [Script("tests/prove/model_check/model_check.py", (), ("--states", "2000"))],
+    "simulation": [Script("tests/prove/simulation/simulation_run.py", ("--seeds", "100000"), ("--seeds", "200"))],
     "hostile": [
-        Script("tests/prove/hostile/hostile.py", (), ("--count", "500"), "proof_hostile"),
+        Script("tests/prove/hostile/hostile.py", (), ("--count", "500")),
     ],
     "random_training": [Script("tests/random_training.py", ("--programs", "2000"), ("--programs", "40"))],
-    "fault_matrix": [Script("benchmarks/fault_matrix.py", (), ("--quick",), "fault_matrix")],
+    "fault_matrix": [Script("benchmarks/fault_matrix.py", (), ("--quick",))],
     "partitions": [Script("tests/prove/partitions/chaos_runs.py", ("--seeds", "200"), ("--seeds", "5"))],
     "kills": [
-        Script(
-            "tests/prove/kills/chaos.py", ("--rounds", "1000", "--at-a-time", "2"), ("--rounds", "8"), "proof_kills"
-        ),
-        Script("tests/prove/kills/restart_soak.py", ("--kills", "300"), ("--kills", "6"), "proof_restarts"),
+        Script("tests/prove/kills/chaos.py", ("--rounds", "1000", "--at-a-time", "2"), ("--rounds", "8")),
+        Script("tests/prove/kills/restart_soak.py", ("--kills", "300"), ("--kills", "6")),
     ],
     "soak": [
         Script("tests/prove/soak/soak.py", (), ("--calls", "300")),
@@ -89,8 +81,6 @@ def commands(part: str, options: argparse.Namespace) -> list[list[str]]:
         words = list(script.quick if options.quick else script.full)
         if options.seeds and "--seeds" in words:
             words[words.index("--seeds") + 1] = str(options.seeds)
-        if script.result and not options.quick and not options.seeds:
-            words += ["--json", str(RESULTS / f"{script.result}.json")]
         found.append([sys.executable, script.path, *words])
     return found
 
@@ -126,8 +116,8 @@ def run(part: str, options: argparse.Namespace) -> tuple[bool, float, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs the parts of `make prove`.")
     parser.add_argument("parts", nargs="*", metavar="PART")
-    parser.add_argument("--quick", action="store_true", help="each script much shortened; writes no results")
-    parser.add_argument("--seeds", type=int, help="of the simulation and of the proxy; writes no results")
+    parser.add_argument("--quick", action="store_true", help="each script much shortened")
+    parser.add_argument("--seeds", type=int, help="of the simulation and of the proxy")
     parser.add_argument("--pytest", nargs="...", default=[], metavar="WORD", help="the rest is for pytest, as -n 2")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
