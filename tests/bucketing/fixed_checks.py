@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from naive_reference import (
     SPECS,
-    Specs,
     Values,
     by_rank,
     expect_equal,
@@ -98,11 +97,11 @@ def name_them_by_arrays(comm: Any, kit_name: str) -> None:
     expect(gs.InvalidArgument, lambda: callback(twin, kit.put(on_host(twin))), "is not among the callback's parameters")
 
 
-def right_steps(comm: Any, kit: Any, callback: Any, specs: Specs) -> None:
+def right_steps(comm: Any, kit: Any, callback: Any) -> None:
     """Runs steps in which nothing is missing."""
     for number in range(2):
-        got = step(callback, put_all(kit, values_for(comm.rank, number, specs)))
-        expect_equal(comm, got, reduced(by_rank(comm.world_size, number, specs)), number)
+        got = step(callback, put_all(kit, values_for(comm.rank, number, SMALL)))
+        expect_equal(comm, got, reduced(by_rank(comm.world_size, number, SMALL)), number)
 
 
 def miss_some(comm: Any, kit_name: str) -> list[str]:
@@ -111,13 +110,10 @@ def miss_some(comm: Any, kit_name: str) -> list[str]:
     told = []
     for threshold_bytes in (1, 700, 10 * 1024**2):
         for how in ("all", "the last rank", "all but the first rank", "another on each"):
-            # Other names each time: where ranks repeat themselves on NCCL they find out too late.
-            specs = {f"{how} {threshold_bytes} {name}": spec for name, spec in SMALL.items()}
-            callback = gs.AllreduceCallback("mean", comm, threshold_bytes=threshold_bytes, parameters=specs)
-            if comm.backend != "nccl":
-                right_steps(comm, kit, callback, specs)
-            of_all = [names_missing(how, list(specs), rank, comm.world_size) for rank in range(comm.world_size)]
-            values = values_for(comm.rank, 0, specs)
+            callback = gs.AllreduceCallback("mean", comm, threshold_bytes=threshold_bytes, parameters=SMALL)
+            right_steps(comm, kit, callback)
+            of_all = [names_missing(how, list(SMALL), rank, comm.world_size) for rank in range(comm.world_size)]
+            values = values_for(comm.rank, 0, SMALL)
             given = {name: each for name, each in values.items() if name not in of_all[comm.rank]}
 
             def hand_over(callback: Any = callback, given: Values = given) -> None:
@@ -138,7 +134,7 @@ def miss_some(comm: Any, kit_name: str) -> list[str]:
                     assert all(repr(name) in text for name in of_all[rank])
             told.append(str(error).partition(":")[2])
             callback.flush()  # an empty step is one
-            right_steps(comm, kit, callback, specs)
+            right_steps(comm, kit, callback)
     return told
 
 

@@ -21,8 +21,8 @@ from failures.observation import DOWN, RAISED, REPORTED, observe
 from failures.points import CLOSE, HALF_OPEN, INIT, JOINED, KILL, MIDDLE_BUCKET, SPAWN, STOP
 from failures.rows import rows
 
-# The first is a row of tests/README.md. The others are what the matrix has found: a rank that is lost within its first
-# half second after joining was not missed; a descriptor closed under a rank was an untyped error.
+# A rank that is killed, and what the matrix has found: a rank that is lost within its first half second after joining
+# was not missed; a descriptor closed under a rank was an untyped error.
 CELLS = [Cell(SPAWN, KILL, "0"), Cell(JOINED, STOP, "0"), Cell(INIT, HALF_OPEN, "2"), Cell(MIDDLE_BUCKET, CLOSE, "1")]
 QUICK = (
     "exits-before-init",
