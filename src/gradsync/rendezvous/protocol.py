@@ -177,10 +177,9 @@ class RendezvousCore:
         refusal = join_refusal(self._world_size, rank, world_size)
         for generation in self._generations:
             member = generation.roster.members.get(rank)
-            if member is None:
-                if generation.number is None:
-                    break
-            elif member.is_present:
+            if member is None:  # all ranks are members of a generation that has formed
+                break
+            if member.is_present:
                 roster = generation.roster
                 alive = f"{roster.label(rank)} has joined already and is alive ({roster.phase})"
                 refusal = refusal or f"{alive}; each rank joins once"
