@@ -324,10 +324,10 @@ def _pickle_call(call: _Call, name: str, *, imports_main: bool) -> bytes:
     Raises:
         InvalidArgument: the function or an argument cannot be pickled.
     """
-    try:
-        return _dumps(ForkingPickler if imports_main else _WithoutMain, call)
-    except Exception:  # cloudpickle takes much longer to import, and is only needed here
-        pickler = _pickler_by_value(imports_main)
+    if imports_main:
+        with contextlib.suppress(Exception):
+            return _dumps(ForkingPickler, call)
+    pickler = _pickler_by_value(imports_main)
     try:
         return _dumps(pickler, call)
     except Exception as error:
@@ -340,18 +340,9 @@ def _dumps(pickler: _Pickler, thing: Any) -> bytes:
     return buffer.getvalue()
 
 
-class _WithoutMain(ForkingPickler):
-    """Refuses functions and classes of `__main__`, for ranks that do not import it."""
-
-    def reducer_override(self, thing: Any) -> Any:
-        if _is_of_main(thing):
-            raise pickle.PicklingError(f"ranks do not find {thing.__qualname__}")
-        return NotImplemented
-
-
 def _pickler_by_value(imports_main: bool) -> _Pickler:
     """Returns a pickler that pickles functions and classes with their code, unless ranks find them by name."""
-    import cloudpickle
+    import cloudpickle  # imported here, because it takes long to import, and most calls pickle by name
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         # A new pickler reads dispatch_table, which holds the functions that pickle connections and locks of
@@ -363,18 +354,17 @@ def _pickler_by_value(imports_main: bool) -> _Pickler:
         def reducer_override(self, thing: Any) -> Any:
             # The next lines pickle by name. cloudpickle would copy a class of `__main__`, and an instance of the copy
             # would not be an instance of the class that the rank imports.
-            if imports_main and _is_of_main(thing) and _is_found_by_name(thing):
+            if imports_main and _is_found_in_main(thing):
                 return NotImplemented
             return super().reducer_override(thing)
 
     return Pickler
 
 
-def _is_of_main(thing: Any) -> bool:
-    return isinstance(thing, type | FunctionType) and thing.__module__ == "__main__"
-
-
-def _is_found_by_name(thing: Any) -> bool:
+def _is_found_in_main(thing: Any) -> bool:
+    """Returns whether a thing is a function or class that pickle finds in `__main__` by its name."""
+    if not isinstance(thing, type | FunctionType) or thing.__module__ != "__main__":
+        return False
     try:
         return operator.attrgetter(thing.__qualname__)(sys.modules["__main__"]) is thing
     except AttributeError:
