@@ -91,6 +91,28 @@ def test_closures_and_lambdas():
     assert gs.launcher(lambda: secret_number, n_gpus=1)() == [41]
 
 
+def test_what_travels_with_its_code_uses_the_classes_of_the_script(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import gradsync as gs
+        class Point:
+            def __init__(self, x):
+                self.x = x
+        @gs.launcher(n_gpus=1)
+        def work(make):
+            point = make(1)
+            return point, isinstance(point, Point)
+        if __name__ == "__main__":
+            number = 7
+            [(point, is_of_rank)] = work(lambda x: Point(x + number))
+            print(point.x, is_of_rank, type(point) is Point)
+        """,
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "8 True True\n", "")
+
+
 def test_function_below_the_main_guard_is_told_where_to_go(tmp_path):
     script = command.write_script(
         tmp_path,
