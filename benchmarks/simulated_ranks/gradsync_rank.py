@@ -58,7 +58,7 @@ class GradsyncRank:
 
     def _request(self, phase: str) -> bytes:
         if phase == PUT_ID:
-            return self._seal(FrameType.SET, "id", UNIQUE_ID, True)
+            return self._seal(FrameType.SET, "id", UNIQUE_ID)
         if phase == GET_ID:
             return self._seal(FrameType.GET, "id", 0)
         if phase == BARRIER:
