@@ -247,8 +247,8 @@ class RendezvousClient:
             RankFailed: a rank died, or a member has left the world.
         """
         fields = self._scoped(name), self._members, bytes(value)
-        operation, asked = f"exchange {name!r}", (FrameType.EXCHANGE, *fields)
-        values = self._connection.ask(operation, timeout_seconds, *asked, arriving=arriving)
+        operation = f"exchange {name!r}"
+        values = self._connection.ask(operation, timeout_seconds, FrameType.EXCHANGE, *fields, arriving=arriving)
         if values is None:  # all values are empty
             return [b""] * self.world_size
         by_world_rank = dict(zip(sorted(self.world_ranks), values, strict=True))
