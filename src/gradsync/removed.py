@@ -9,7 +9,8 @@ from typing import NoReturn
 
 from gradsync.errors import InvalidArgument
 
-_HOOK = "register_hook() takes a function of the bucket, and examples/hooks.py has this one in a few lines"
+_HOOK = "register_hook() takes a function of the bucket; examples/hooks.py has float16, bfloat16, int8 and PowerSGD"
+_FEW_LINES = "examples/torch_loop.py and examples/jax_loop.py average gradients in a few lines of your own"
 _ADD_UP = "add gradients up in arrays of your own, and hand over each sum once"
 _UNEVEN = "docs/uneven.md shows the two lines that average over uneven batches"
 _SIZES = "pass the number of rows of each rank; comm.all_gather(np.array([len(array)])) gives this list"
@@ -38,7 +39,8 @@ REMOVED: dict[str, dict[str, str]] = {
     "gather": {"sizes='ask'": _SIZES},
     "gradsync": {
         "hooks": _HOOK,
-        "adapters": "examples/torch_loop.py and examples/jax_loop.py average gradients in a few lines of your own",
+        "adapters": _FEW_LINES,
+        "Synchronised": _FEW_LINES,
         "trace": _TRACE,
         "dump_flight_recorder": _REPORT,
         "GradientChanged": "leave it out: nothing raises this error",
