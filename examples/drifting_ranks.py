@@ -10,6 +10,6 @@ with gs.init_process_group() as comm:
         parameters["bias"][3] = 1e-12
     try:
         gs.check_consistency(parameters)
-    except gs.PlanMismatch as error:  # on both ranks; both can continue
+    except gs.PlanMismatch as error:  # on all ranks; all can continue
         if comm.rank == 0:
             print(error)
