@@ -89,6 +89,14 @@ def missing_array(comm: Any, kit_name: str) -> str:
     return error_line(callback.flush)
 
 
+def another_order_of_arrays(comm: Any, kit_name: str) -> str:
+    kit, callback = make_kit(comm, kit_name), gs.AllreduceCallback(group=comm)
+    arrays = [kit.put(np.ones(size)) for size in (4, 3)]
+    for array in reversed(arrays) if comm.rank == 1 else arrays:
+        callback(array, kit.put(np.ones(array.shape)))
+    return error_line(callback.flush)
+
+
 def missing_known_array(comm: Any, kit_name: str) -> str:
     """One rank ends its step without the last of the `parameters`."""
     kit = make_kit(comm, kit_name)

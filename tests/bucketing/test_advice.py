@@ -65,6 +65,8 @@ def test_other_differences_are_named() -> None:
         assert line == f"'w1' differs: float64[3] on rank 0; float64[4] on rank 1: {ARRAYS}"
     for line in SHM.run(2, checks.missing_array, SHM.kit):
         assert line.startswith(f"the numbers of gradients differ: 3 on rank 0; 2 on rank 1: {SAME}")
+    for line in SHM.run(2, checks.another_order_of_arrays, SHM.kit):
+        assert line == LINES["another order"]
     for line in SHM.run(2, checks.missing_known_array, SHM.kit):
         assert line.startswith(SAME)
     for line in SHM.run(2, checks.another_all_reduce, SHM.kit):

@@ -205,6 +205,9 @@ _ONE_ORDER = (
     "same, but the ranks make the callbacks at different lines or in threads, name the callbacks: "
     'gs.AllreduceCallback(..., name="generator")'
 )
+_ONE_ORDER_OF_GRADIENTS = (
+    "the order differs: hand over gradients in the same order on all ranks, or pass parameters=..."
+)
 _SAME_GRADIENTS = (
     "hand over the same gradients, of the same shapes and dtypes, in the same order on all ranks; with parameters=... "
     'any order will do, and with missing="zero" a rank may leave gradients out'
@@ -276,9 +279,13 @@ def _remedy_for_lines(descriptions: Mapping[int, Description], same: str) -> str
     by_rank = {rank: dict(line.rpartition(": ")[::2] for line in d.lines) for rank, d in descriptions.items()}
     names = list(dict.fromkeys(name for arrays in by_rank.values() for name in arrays))
     counts = {rank: len(arrays) for rank, arrays in by_rank.items()}
-    if all(counts.values()) and all(name.startswith("#") for name in names) and len(set(counts.values())) > 1:
+    if all(counts.values()) and all(name.startswith("#") for name in names):
         # Parameters without a name are known by their number: one that is missing changes the numbers of all others.
-        return f"the numbers of gradients differ: {_by_value(counts)}: {same}"
+        if len(set(counts.values())) > 1:
+            return f"the numbers of gradients differ: {_by_value(counts)}: {same}"
+        orders = {tuple(arrays.values()) for arrays in by_rank.values()}
+        if len(orders) > 1 and len({tuple(sorted(order)) for order in orders}) == 1:
+            return _ONE_ORDER_OF_GRADIENTS
     for name in names:
         values = {rank: arrays[name] for rank, arrays in by_rank.items() if name in arrays}
         if len(set(values.values())) > 1:
@@ -289,7 +296,7 @@ def _remedy_for_lines(descriptions: Mapping[int, Description], same: str) -> str
         if absent := [rank for rank, arrays in by_rank.items() if name not in arrays]:
             return f"{name} is missing here on {name_ranks(absent)}: {same}"
     if len({tuple(arrays) for arrays in by_rank.values()}) > 1:
-        return "the order differs: hand over gradients in the same order on all ranks, or pass parameters=..."
+        return _ONE_ORDER_OF_GRADIENTS
     return same
 
 
