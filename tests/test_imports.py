@@ -17,7 +17,18 @@ SOURCE = Path(gs.__file__).parent
 
 # Each room may import those that stand before it. A package is a room, and so is a file beside the packages.
 ROOMS = [
-    *("errors", "removed", "arguments", "machine", "reduction", "futures", "backends", "environment"),
+    *(
+        "errors",
+        "removed",
+        "hooks",
+        "adapters",
+        "arguments",
+        "machine",
+        "reduction",
+        "futures",
+        "backends",
+        "environment",
+    ),
     *("diagnostics", "rendezvous", "communicators", "bucketing", "backend_choice", "process_group"),
     *("sharding", "consistency", "comm", "launching", "bench", "doctor", "cli"),
 ]

@@ -70,6 +70,20 @@ def test_a_variable(name: str, advice: str) -> None:
     assert str(caught.value).endswith(advice)
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from gradsync.hooks import Int8Hook",
+        "from gradsync import hooks",
+        "import gradsync.adapters.torch",
+        "from gradsync.adapters.torch import Synchronised",
+    ],
+)
+def test_an_import(statement: str) -> None:
+    with pytest.raises(gs.InvalidArgument, match="any more .removed in 0.3.: "):
+        exec(statement)
+
+
 def test_a_name_that_never_was_is_unknown() -> None:
     for owner in (gs, gs.AllreduceCallback("mean")):
         with pytest.raises(AttributeError, match="no attribute 'never'") as caught:

@@ -1,0 +1,5 @@
+"""Tells who imports this module of 0.2 what to write instead. It goes in 0.4, with removed.py."""
+
+from gradsync.removed import refuse_removed
+
+refuse_removed("gradsync", "hooks")
