@@ -10,7 +10,7 @@ import pytest
 from rendezvous_ranks import run_threads
 
 from gradsync.environment import RankEnvironment
-from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousTimeout
+from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError, RendezvousTimeout
 from gradsync.rendezvous import hosting
 from gradsync.rendezvous.hosting import JoinedRendezvous, RendezvousPoint, _rendezvous_point, join
 from gradsync.rendezvous.sockets import is_loopback
@@ -59,6 +59,28 @@ def test_a_process_that_a_rank_started_is_told_that_it_is_none() -> None:
     inherited = rank(address="127.0.0.1:4000", hosted=True, source="gradsync")
     with pytest.raises(AuthenticationError, match="inherited the rank.s variables.*begin with GRADSYNC_"):
         join(inherited, None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("source", "advice"),
+    [
+        ("address=", "name another port in address=, on every rank"),
+        ("GRADSYNC_ADDRESS", "name another port in GRADSYNC_ADDRESS, on every rank"),
+        (
+            "MASTER_PORT",
+            "it is the one after MASTER_PORT: start again with another MASTER_PORT .*--master-port.*",
+        ),
+    ],
+)
+def test_rank_0_tells_where_its_port_came_from_if_it_is_taken(source: str, advice: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        known: dict[str, object] = {"GRADSYNC_ADDRESS": {"address": f"127.0.0.1:{port}"}}.get(source, {})
+        if source == "MASTER_PORT":
+            known = {"master_addr": "127.0.0.1", "master_port": port - 1}
+        address = f"127.0.0.1:{port}" if source == "address=" else None
+        with pytest.raises(RendezvousError, match=f"port {port} on 127.0.0.1 is in use; {advice}$"):
+            join(rank(rank=0, local_rank=0, **known), address, 5.0)
 
 
 def test_an_error_names_the_limit_of_the_whole_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,12 +40,13 @@ from gradsync.errors import AuthenticationError, BackendUnavailable, InvalidArgu
 from gradsync.machine import address_towards, own_addresses
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path, wait_for
-from gradsync.rendezvous.sockets import is_loopback
+from gradsync.rendezvous.sockets import bind_listener, is_loopback
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
 
 _LOOPBACK = "127.0.0.1"
+_FROM_MASTER = "MASTER_ADDR and MASTER_PORT"  # the source of an address
 _MAX_SHARED_ADDRESSES = 8
 _ANY_PORT = 9  # no data is sent to this port
 
@@ -226,7 +227,7 @@ def _rendezvous_point(own: RankEnvironment, address: str | None) -> RendezvousPo
         )
     # MASTER_PORT belongs to torchrun, or to the script itself; gradsync uses a neighbouring port.
     known = join_address(own.master_addr, port_beside(own.master_port))
-    return RendezvousPoint(known, known, "MASTER_ADDR and MASTER_PORT")
+    return RendezvousPoint(known, known, _FROM_MASTER)
 
 
 def _no_secret(own: RankEnvironment, point: RendezvousPoint, *, hosted_for_us: bool) -> AuthenticationError:
@@ -239,6 +240,13 @@ def _no_secret(own: RankEnvironment, point: RendezvousPoint, *, hosted_for_us: b
         f"serve`, {advice}. If a rank of `gradsync run` started this process, it has inherited the rank's variables "
         "without the secret: to start a separate run, unset all variables whose names begin with GRADSYNC_"
     )
+
+
+def _another_port(point: RendezvousPoint) -> str:
+    """Returns what to do if another program uses the port of a rendezvous."""
+    if point.source == _FROM_MASTER:
+        return "it is the one after MASTER_PORT: start again with another MASTER_PORT (torchrun: --master-port)"
+    return f"name another port in {point.source}, on every rank"
 
 
 def _start_hosting(
@@ -256,7 +264,8 @@ def _start_hosting(
     secret = secret or secrets.token_bytes(32)
     host, port = (free_port_of, 0) if point.address is None else parse_address(point.address)
     # The port is bound before the secret is written: only the port's owner may publish a secret for it.
-    server = RendezvousServer(own.world_size, secret=secret, host=host, port=port, host_rank=0)
+    listener = bind_listener(host, port, if_taken=_another_port(point))
+    server = RendezvousServer(own.world_size, secret=secret, listener=listener, host_rank=0)
     joined = JoinedRendezvous(point, own.world_size, Endpoint(point.address or server.address, secret), server)
     with _closing_at_failure(joined, None):
         if is_found_by_file:
