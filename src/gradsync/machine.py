@@ -182,9 +182,12 @@ def blas_thread_variables(n_processes: int, environ: Mapping[str, str] = os.envi
         environ: the environment variables. The result leaves out the variables that are already set in `environ`.
 
     Returns:
-        The variables to add. Each has the value max(1, usable cores // n_processes).
+        The variables to add. Each has the value of OMP_NUM_THREADS if the user has set it, since every library
+        follows it where it has no variable of its own; else max(1, usable cores // n_processes).
     """
-    threads = str(max(1, usable_cores() // max(1, n_processes)))
+    threads = environ.get("OMP_NUM_THREADS", "")
+    if not threads.isdecimal():  # not set, or a list, which only OpenMP knows
+        threads = str(max(1, usable_cores() // max(1, n_processes)))
     return {name: threads for name in BLAS_VARIABLES if name not in environ}
 
 

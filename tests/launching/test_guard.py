@@ -127,15 +127,17 @@ def test_the_helper_of_torch_may_clean_up_too(tmp_path):
     """It ends 2 s after its last user."""
     source = """
         import os, sys, time
-        helper = "import os, sys, time; sys.stdin.read(); time.sleep(2.0); os.unlink(sys.argv[2])"
+        helper = "open(sys.argv[2], 'w').close(); sys.stdin.read(); time.sleep(2.0); os.unlink(sys.argv[2])"
+        helper = "import os, sys, time; " + helper
         segment = sys.argv[1]
-        open(segment, "w").close()
         reader, writer = os.pipe()  # only the rank holds the write end
         if os.fork() == 0:
             os.close(writer)
             os.setsid()
             os.dup2(reader, 0)
             os.execv(sys.executable, [sys.executable, "-c", helper, "torch_shm_manager", segment])
+        while not os.path.exists(segment):
+            time.sleep(0.01)
         os.kill(os.getpid(), 9)
         """
     segment = tmp_path / "segment"

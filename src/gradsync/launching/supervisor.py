@@ -51,7 +51,7 @@ _ROOT_CAUSE_SECONDS = 1.0
 _AFTER_SILENCE_SECONDS = 0.05  # because all ranks that waited for a silent rank fail at the same moment
 _LOOK_SECONDS = 60.0
 _UNKILLABLE_SECONDS = 1.8  # a little longer than the guard tries to kill its rank
-_HELPERS_SECONDS = 2.4  # how much longer the guard of a killed rank may need for helpers that clean up
+_HELPERS_SECONDS = 4.9  # how much longer the guard of a killed rank may need for helpers that clean up
 
 # One step of a plan that ends the ranks: the seconds to wait after the step before, and the signal to send then.
 _Step = tuple[float, int]

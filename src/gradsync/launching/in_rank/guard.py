@@ -37,7 +37,7 @@ _SWEEP_WAIT_SECONDS = 0.02
 # Helper processes of multiprocessing (also of loky's copy) and of torch. When the last process that uses one has gone,
 # its pipe closes, it removes the segments and semaphores that are left, and ends; torch's helper after 2 s.
 _CLEANERS = (b"resource_tracker", b"torch_shm_manager")
-_CLEAN_UP_SECONDS = 2.5
+_CLEAN_UP_SECONDS = 5.0
 # Only before Linux 5.3: how often the guard checks whether the launcher is alive. The end of the command pipe is not
 # enough, because a child of the launcher may hold a copy of the pipe's write end.
 _LOOK_FOR_LAUNCHER_MS = 500
