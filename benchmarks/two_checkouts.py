@@ -10,6 +10,9 @@ some rounds while the others sleep, in an order that changes. A round counts wit
 quickest round: other programs can only add time. A case's ratio is the median over the blocks, with a 95 % interval
 from resampling them (bootstrap). The ratio of the other checkout to itself, from the same blocks, shows the noise.
 
+Even two folders of one commit may differ by a fifth where arrays are new in each step: their paths shift the memory of
+a process. Before you believe such a ratio, make a second folder of the other commit, and compare with that one too.
+
 A case is "kept" where its interval lies below the limit, "broken" where it lies above, "open" where it has the limit in
 it. It is "not measured" where the interval of the checkout against itself does not include 1, or is further from 1 than
 the limit.
