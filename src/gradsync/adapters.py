@@ -1,5 +1,5 @@
 """Tells who imports this module of 0.2 what to write instead. It goes in 0.4, with removed.py."""
 
-from gradsync.removed import refuse_removed
+from gradsync.removed import no_module
 
-refuse_removed("gradsync", "adapters")
+no_module("adapters")

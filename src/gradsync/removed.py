@@ -66,6 +66,10 @@ class RemovedName(InvalidArgument, AttributeError):
     """A name that gradsync had until 0.2. As an AttributeError, it lets `hasattr` answer False."""
 
 
+class RemovedModule(InvalidArgument, ImportError):
+    """A module that gradsync had until 0.2. As an ImportError, it is skipped by tools that import all modules."""
+
+
 def refuse_removed(where: str, word: str) -> None:
     """Raises an error if a word has gone.
 
@@ -98,3 +102,15 @@ def no_attribute(where: str, owner: str, name: str, advice: str = "") -> NoRetur
     except InvalidArgument as error:
         raise RemovedName(*error.args) from None
     raise AttributeError(f"{owner} has no attribute {name!r}{advice}")
+
+
+def no_module(name: str) -> NoReturn:
+    """Raises the error for an import of a module that has gone.
+
+    Args:
+        name: the module's name in gradsync.
+
+    Raises:
+        RemovedModule: always.
+    """
+    raise RemovedModule(f"gradsync has no {name} any more (removed in 0.3): {REMOVED['gradsync'][name]}")
