@@ -134,7 +134,7 @@ def run_on_gradsync(world_size: int, folder: Path, *arguments: str, python: str 
 
 def run_on_gloo(world_size: int, folder: Path, *arguments: str) -> str:
     """Runs a script on ranks that know each other as those of gloo do, and returns what they printed."""
-    meeting = {"INIT_METHOD": f"file://{folder}/meeting", "GLOO_SOCKET_IFNAME": "lo"}
+    meeting = {"INIT_METHOD": f"file://{folder}/meeting", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": SOURCE}
     variables = _variables(folder, {"WORLD_SIZE": str(world_size), **meeting})
     # Its deprecations are not ours to hear.
     return run_processes([[str(torch_python()), "-W", "ignore", *arguments]] * world_size, variables, folder)
