@@ -52,7 +52,7 @@ $(VENV)/.docs: pyproject.toml | $(BIN)/python
 demo: $(VENV)/.demo  ## train a digit classifier on two ranks (10 s, after a minute to install)
 	$(BIN)/gradsync run -n 2 examples/train_digits.py
 
-test: $(VENV)/.test  ## run the tests (7 minutes)
+test: $(VENV)/.test  ## run the tests (3 minutes)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.lint  ## run ruff and mypy (1 minute)
@@ -82,7 +82,7 @@ soak: $(VENV)/.dev  ## test random calls, 1,000 groups, 200 kills and 30 restart
 	$(BIN)/python tests/prove/kills/chaos.py --rounds 200
 	$(BIN)/python tests/prove/kills/restart_soak.py --kills 30
 
-test-pythons:    ## run the tests with every installed Python, 3.10 to 3.14 (7 minutes each)
+test-pythons:    ## run the tests with every installed Python, 3.10 to 3.14 (3 minutes each)
 	@for version in 3.10 3.11 3.12 3.13 3.14; do \
 		if python$$version -c '' 2>/dev/null; then \
 			echo "Python $$version"; \
