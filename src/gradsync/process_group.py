@@ -176,7 +176,7 @@ def init_process_group(
         COLLECTIVE_TIMEOUT_SECONDS.read() or collective_timeout_seconds,
         ALLOW_SHARED_GPU.read() or allow_shared_gpu,
     )
-    trace.begin(place.rank)
+    trace.begin(place.rank, place.world_size)
     wanted = choose_before_joining(backend, settings)
     if wanted == "local":
         communicator = connect(wanted, None, settings, "world")

@@ -124,8 +124,10 @@ def make_folder(path: str, named_by: str) -> Path:
     return folder
 
 
-def begin(rank: int) -> None:
+def begin(rank: int, world_size: int) -> None:
     """Turns the trace on if GRADSYNC_TRACE is set, and removes this rank's file of an earlier run.
+
+    A rank that SIGTERM would end writes its trace first: after a failure the launcher soon asks all ranks to end.
 
     The ranks call this function before they meet. So at the end of a rank, each file is a file of this run.
     """
@@ -138,6 +140,15 @@ def begin(rank: int) -> None:
         (folder / name).unlink(missing_ok=True)
     if active is None:
         active, recording.traced = Tracer(folder), []
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+
+        def write_first(number: int, _frame: object) -> None:
+            signal.signal(number, signal.SIG_IGN)
+            end(rank, world_size)
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+        signal.signal(signal.SIGTERM, write_first)
 
 
 def end(rank: int, world_size: int) -> None:
