@@ -70,6 +70,12 @@ class RemovedModule(InvalidArgument, ImportError):
     """A module that gradsync had until 0.2. As an ImportError, it is skipped by tools that import all modules."""
 
 
+def _error_for(where: str, word: str) -> str | None:
+    """Returns the text of the error for a word that has gone; None if 0.2 had no such word there."""
+    advice = REMOVED[where].get(word)
+    return advice and f"{where.partition(' (')[0]} has no {word} any more (removed in 0.3): {advice}"
+
+
 def refuse_removed(where: str, word: str) -> None:
     """Raises an error if a word has gone.
 
@@ -80,9 +86,8 @@ def refuse_removed(where: str, word: str) -> None:
     Raises:
         InvalidArgument: 0.3 does not have the word.
     """
-    advice = REMOVED[where].get(word)
-    if advice is not None:
-        raise InvalidArgument(f"{where.partition(' (')[0]} has no {word} any more (removed in 0.3): {advice}")
+    if text := _error_for(where, word):
+        raise InvalidArgument(text)
 
 
 def no_attribute(where: str, owner: str, name: str, advice: str = "") -> NoReturn:
@@ -97,10 +102,8 @@ def no_attribute(where: str, owner: str, name: str, advice: str = "") -> NoRetur
     Raises:
         AttributeError: always; a RemovedName if the name has gone.
     """
-    try:
-        refuse_removed(where, name)
-    except InvalidArgument as error:
-        raise RemovedName(*error.args) from None
+    if text := _error_for(where, name):
+        raise RemovedName(text)
     raise AttributeError(f"{owner} has no attribute {name!r}{advice}")
 
 
@@ -113,4 +116,4 @@ def no_module(name: str) -> NoReturn:
     Raises:
         RemovedModule: always.
     """
-    raise RemovedModule(f"gradsync has no {name} any more (removed in 0.3): {REMOVED['gradsync'][name]}")
+    raise RemovedModule(_error_for("gradsync", name))
