@@ -54,6 +54,7 @@ class Tracer:
         folder: the folder for the files.
         phases: each phase of a collective: the recorder and the number of the collective, the name, begin and end.
         steps: each step: the number of its gradients, begin and end.
+        place: the rank and the world size of the process group that began last.
         wall_offset: the wall clock minus the monotonic clock, in seconds, to compare the times of several machines.
     """
 
@@ -61,6 +62,7 @@ class Tracer:
         self.folder = folder
         self.phases: deque[tuple[FlightRecorder, int, str, float, float]] = deque(maxlen=_MAX_EVENTS)
         self.steps: deque[tuple[int, float, float]] = deque(maxlen=_MAX_EVENTS)
+        self.place = (0, 1)
         self.wall_offset = time.time() - monotonic()
         self._step_began: dict[FlightRecorder, float] = {}
 
@@ -140,15 +142,17 @@ def begin(rank: int, world_size: int) -> None:
         (folder / name).unlink(missing_ok=True)
     if active is None:
         active, recording.traced = Tracer(folder), []
+    active.place = rank, world_size
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _write_first)
 
-        def write_first(number: int, _frame: object) -> None:
-            signal.signal(number, signal.SIG_IGN)
-            end(rank, world_size)
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
 
-        signal.signal(signal.SIGTERM, write_first)
+def _write_first(number: int, _frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    if active is not None:
+        end(*active.place)
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 def end(rank: int, world_size: int) -> None:
