@@ -20,33 +20,35 @@ endef
 help:            ## list the targets, and how long each takes on two cores
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
+# pip installs the groups of pyproject.toml since 25.1.
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 
 # A stamp for each set of tools, so that no target waits for what another needs.
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	@echo "Installing gradsync and scikit-learn into $(VENV) (once, about 20 s) ..."
-	$(BIN)/python -m pip install --quiet -e '.[examples]'
+	$(BIN)/python -m pip install --quiet -e . scikit-learn
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
 	@echo "Installing gradsync and its test tools into $(VENV) (once, about 30 s) ..."
-	$(BIN)/python -m pip install --quiet -e '.[test]'
+	$(BIN)/python -m pip install --quiet -e . --group test
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.lint: pyproject.toml | $(BIN)/python
 	@echo "Installing gradsync, ruff and mypy into $(VENV) (once, about 30 s) ..."
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -e . --group dev
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
-	@echo "Installing gradsync and what its proofs and benchmarks need into $(VENV) (once) ..."
-	$(BIN)/python -m pip install --quiet -e '.[examples,prove,dev]'
+	@echo "Installing gradsync and what its benchmarks and slow tests need into $(VENV) (once) ..."
+	$(BIN)/python -m pip install --quiet -e . --group test --group bench --group dev --group prove
 	@touch $@ $(VENV)/.demo $(VENV)/.test $(VENV)/.lint
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/python
 	@echo "Installing gradsync and MkDocs into $(VENV) (once, about 20 s) ..."
-	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	$(BIN)/python -m pip install --quiet -e . --group docs
 	@touch $@
 
 demo: $(VENV)/.demo  ## train a digit classifier on two ranks (10 s, after a minute to install)
@@ -82,8 +84,8 @@ soak: $(VENV)/.dev  ## test random calls, 1,000 groups, 200 kills and 30 restart
 	$(BIN)/python tests/prove/kills/chaos.py --rounds 200
 	$(BIN)/python tests/prove/kills/restart_soak.py --kills 30
 
-test-pythons:    ## run the tests with every installed Python, 3.10 to 3.14 (3 minutes each)
-	@for version in 3.10 3.11 3.12 3.13 3.14; do \
+test-pythons:    ## run the tests with every installed Python, 3.11 to 3.14 (3 minutes each)
+	@for version in 3.11 3.12 3.13 3.14; do \
 		if python$$version -c '' 2>/dev/null; then \
 			echo "Python $$version"; \
 			$(MAKE) --no-print-directory PYTHON=python$$version VENV=.venv-$$version test || exit 1; \

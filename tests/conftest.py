@@ -1,19 +1,21 @@
-"""What all tests share: nothing may be left running, and GPU tests say why they do not run."""
+"""What all tests share. Ranks: ranks.py; commands: commands.py; arrays: arrays.py."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 import signal
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
 import pytest
 
-# Time is never what a property test is about: on a busy machine any example may take long.
+import ranks
+from commands import cli as cli
+from commands import script as script
+from gradsync.bucketing import forgotten
+from ranks import run_on_ranks as run_on_ranks
+
+# Time is never what a test of a property is about: on a busy machine any example may take long.
 hypothesis.settings.register_profile("gradsync", deadline=None)
 hypothesis.settings.load_profile("gradsync")
 
@@ -24,50 +26,60 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Each process of NumPy's would start a thread for each core, at a fourth of what its import costs.
+# NumPy would start a thread for each core in each process, at a fourth of what its import costs.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# Rank processes import the test modules by name.
-TESTS = Path(__file__).parent
-sys.path.insert(0, str(TESTS))
 
-from gradsync.bucketing import forgotten  # noqa: E402
-from places import why_no_gpu  # noqa: E402
-
-
+@pytest.hookimpl(optionalhook=True)  # there may be no xdist
 def pytest_xdist_auto_num_workers() -> int:
     """Two workers for each core, for tests that wait; a few at most, since each starts ranks of its own."""
     return min(2 * (os.cpu_count() or 1), 8)
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Has each worker import its share of the tests first: on a clean clone all would compile all of them."""
-    worker = getattr(session.config, "workerinput", {})
-    if worker.get("workercount", 1) == 1 or session.config.args != session.config.getini("testpaths"):
-        return
-    left_out = set(session.config.getini("norecursedirs"))
-    files = [path for path in sorted(TESTS.rglob("test_*.py")) if not left_out.intersection(path.parts)]
-    for path in files[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
-        sys.path.insert(0, str(path.parent))
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # pytest will say so, when it comes to this file
-            importlib.import_module(path.stem)
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ranks(*sizes, on=('shm',), ...): runs the body on each rank, see ranks.py")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    ranks.cases(metafunc)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    return ranks.run_test(pyfuncitem)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not any("gpu" in item.keywords for item in items):
-        return
-    reason = why_no_gpu()
-    if reason is not None:
+    if any("gpu" in item.keywords for item in items):
+        reason = why_no_gpu()
         for item in items:
-            if "gpu" in item.keywords:
+            if reason is not None and "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    try:
+        ranks.close_pools()
+    except AssertionError as error:
+        print(error)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def why_no_gpu() -> str | None:
+    """Why tests on a GPU cannot run here, or None when they can."""
+    try:
+        import cupy
+
+        return None if cupy.cuda.runtime.getDeviceCount() else "CuPy sees no GPU"
+    except Exception as error:
+        return f"no usable GPU: {error}"
 
 
 @pytest.fixture(autouse=True)
 def _no_gradients_of_another_test() -> Iterator[None]:
     """Gradients that a test forgets, by an error or on purpose, fail neither the next test nor pytest itself."""
     yield
-    forgotten._forget_after_fork()
+    forgotten._forget_after_fork()  # there is no other way to be rid of them, and a user never has to
 
 
 @pytest.fixture(autouse=True)

@@ -104,7 +104,7 @@ _json = click.option(
     "--json", "json_path", metavar="FILE", help="Also write the results, the machine and the versions to FILE."
 )
 _plot = click.option(
-    "--plot", "plot_path", metavar="FILE", help="Also draw the results to FILE, as a PNG; needs gradsync[plot]."
+    "--plot", "plot_path", metavar="FILE", help="Also draw the results to FILE, as a PNG; needs matplotlib."
 )
 
 

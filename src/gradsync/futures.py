@@ -25,7 +25,7 @@ from gradsync.errors import CollectiveTimeout, FutureNotReady, GradsyncError, In
 from gradsync.machine import Latch
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 class Completion(Protocol):

@@ -25,7 +25,7 @@ else:  # importing numpy.typing would take time at every start
     Array = np.ndarray
 
 
-class ReduceOp(str, enum.Enum):
+class ReduceOp(enum.StrEnum):
     """An operator that reduces the arrays of all ranks to one array, element by element."""
 
     SUM = "sum"

@@ -35,7 +35,7 @@ class Script(NamedTuple):
     quick: tuple[str, ...]
 
 
-_PYTEST = ("pytest", "-q", "--timeout", "900")
+_PYTEST = ("pytest", "-q", "--timeout", "900", "--import-mode=prepend", "-m", "")
 _OF_PLACES = (
     *("tests/test_comm.py", "tests/test_consistency.py", "tests/test_hooks.py", "tests/test_done_callbacks.py"),
     *("tests/test_random_training.py", "tests/test_golden.py", "tests/test_interrupts.py", "tests/test_exit.py"),

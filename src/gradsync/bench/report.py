@@ -76,7 +76,7 @@ def provenance(command: Sequence[str]) -> dict[str, Any]:
     """
     return {
         "command": shlex.join(command),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {
             "cpu": _field("/proc/cpuinfo", "model name"),
             "usable_cores": len(os.sched_getaffinity(0)),
@@ -141,7 +141,7 @@ def check_outputs(json_path: str | None, plot_path: str | None) -> None:
         if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
             raise InvalidArgument(f"{path!r} cannot be written")
     if plot_path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise BackendUnavailable("--plot needs matplotlib: pip install 'gradsync[plot]'")
+        raise BackendUnavailable("--plot needs matplotlib: pip install matplotlib")
 
 
 def write_json(path: str | None, made: dict[str, Any], result: dict[str, Any]) -> None:

@@ -305,12 +305,9 @@ class AllreduceCallback:
             raise
 
     def _note_locked(self, error: ValueError) -> None:
-        """Adds the names of the read-only gradients to NumPy's error, which has no names.
-
-        In Python 3.10, errors have no notes, so the error stays as it is.
-        """
+        """Adds the names of the read-only gradients to NumPy's error, which has no names."""
         names = [entry.name for entry in self._step.locked()]
-        if names and hasattr(error, "add_note"):
+        if names:
             one = len(names) == 1
             what = f"the gradient of {names[0]} is" if one else f"the gradients of {list_of_names(names)} are"
             until = "its future is done" if one else "their futures are done"

@@ -53,7 +53,7 @@ from gradsync.reduction import Array, ReduceOp, check_operation
 from gradsync.removed import refuse_removed
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from gradsync.communicators.objects import Objects
 

@@ -32,7 +32,7 @@ from gradsync.errors import (
 from gradsync.futures import pending
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from gradsync.rendezvous.client import RendezvousClient
 

@@ -15,7 +15,7 @@ from gradsync.errors import InvalidArgument, size_text
 from gradsync.machine import BLAS_VARIABLES, count_gpus, visible_gpus
 
 
-class Status(str, enum.Enum):
+class Status(enum.StrEnum):
     """How serious a finding is."""
 
     OK = "ok"
@@ -46,7 +46,7 @@ class Finding:
     what: str = ""
 
 
-_OLDEST_PYTHON, _OLDEST_NUMPY = (3, 10), (2, 1)
+_OLDEST_PYTHON, _OLDEST_NUMPY = (3, 11), (2, 1)
 
 
 def check_python(here: Facts) -> Finding:
@@ -54,7 +54,7 @@ def check_python(here: Facts) -> Finding:
     version, path = here.python
     text = f"{version} on {here.system} {here.machine}, {path}"
     if _numbers(version)[:2] < _OLDEST_PYTHON:
-        return Finding(BROKEN, text, "gradsync needs Python 3.10 or newer: create a venv with a newer Python")
+        return Finding(BROKEN, text, "gradsync needs Python 3.11 or newer: create a venv with a newer Python")
     if here.system != "linux":
         advice = "ranks run on Linux only: use a Linux machine, a Linux container, or WSL2 on Windows"
         return Finding(BROKEN, text, advice)

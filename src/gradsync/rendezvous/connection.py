@@ -64,7 +64,9 @@ from gradsync.rendezvous.sockets import ConnectionLost, receive_some, send_some,
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameError, FrameReader, Session
 
 AT_ONCE_SECONDS = 30.0  # the deadline of requests that do not wait for other ranks
-FAILURE_WITHIN_SECONDS = 1.0  # the longest wait for the failure after this rank has reported a stuck collective
+# The longest wait for the failure after this rank has reported a stuck collective: the server asks all ranks first,
+# and waits for their answers (stuck.ANSWER_SECONDS).
+FAILURE_WITHIN_SECONDS = 10.0
 _ANSWERED_WITHIN_SECONDS = 2.0  # the longest wait for an answer that the server sends at once, e.g. to a CANCEL
 _LEAVE_SECONDS = 1.0
 _WRITE_EVERY_SECONDS = 0.005  # how often a waiting thread tries to send the bytes that did not fit the socket's buffer
@@ -253,7 +255,7 @@ class Connection:
     def await_failure(self, frame_type: FrameType, *fields: Any) -> None:
         """Sends a message that makes the server fail the generation; waits for the failure and raises it.
 
-        Returns if no failure arrives within 1 s.
+        Returns if no failure arrives within FAILURE_WITHIN_SECONDS.
         """
         self.raise_failure()
         pending = _Pending()  # the server sends no answer; the failure ends this request

@@ -29,7 +29,7 @@ from gradsync.rendezvous.liveness import Peers, ProcessState
 from gradsync.rendezvous.roster import Failure, Members, Roster, failure_room_bytes, members_of
 from gradsync.rendezvous.store import Request, WaitTable
 
-ANSWER_SECONDS = 0.4
+ANSWER_SECONDS = 5.0  # more than a busy machine takes to run one thread of each rank
 _WARNING_SECONDS = 0.3  # the time from the first report to the notice, because waiting ranks report one by one
 _INSPECTION_SECONDS = 0.05
 _MAX_COLLECTIVES = 1024

@@ -280,7 +280,7 @@ def _report_of(error: BaseException) -> ErrorReport:
     if _is_raised_by_gradsync(error):
         del shown.stack[_outer_frames(shown.stack) :]
     text = "".join(shown.format())
-    shown.__notes__ = None  # type: ignore[attr-defined]  # the summary is the error, not its last note
+    shown.__notes__ = None
     summary = list(shown.format_exception_only())[-1].split("\n")[0]
     consequence = _consequence_in(error)
     return ErrorReport(
