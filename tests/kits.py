@@ -58,7 +58,7 @@ def end_together(comm: Any, function: Callable[..., Any], *args: Any) -> Any:
     result = function(comm, *args)
     client = process_group._client
     if client is not None and not comm.closed:
-        if os.environ.get("GRADSYNC_STAND_IN_HANG") != "1":
+        if os.environ.get("FAKE_CUPY_HANG") != "1":
             bring_to_rest(comm)
         with contextlib.suppress(gs.GradsyncError):
             client.barrier("the end of the check", timeout_seconds=30.0)

@@ -61,9 +61,9 @@ STAND_IN = Place("stand-in", "cupy", _STAND_IN)
 STAND_IN_STAGED = Place("stand-in, host arrays", "numpy", _STAND_IN)
 STAND_IN_MIXED = Place("stand-in, mixed arrays", "mixed", _STAND_IN)
 # Pauses on every stream: work that does not wait for what it needs gives wrong results.
-STAND_IN_SLOW = Place("slow stand-in", "cupy", {**_STAND_IN, "environment": {"GRADSYNC_STAND_IN_DELAY_MS": "2"}})
+STAND_IN_SLOW = Place("slow stand-in", "cupy", {**_STAND_IN, "environment": {"FAKE_CUPY_DELAY_MS": "2"}})
 # A collective that misses a rank hangs, as on a GPU, instead of telling so.
-STAND_IN_STUCK = Place("stuck stand-in", "cupy", {**_STAND_IN, "environment": {"GRADSYNC_STAND_IN_HANG": "1"}})
+STAND_IN_STUCK = Place("stuck stand-in", "cupy", {**_STAND_IN, "environment": {"FAKE_CUPY_HANG": "1"}})
 GPU = Place("gpu", "cupy", _GPU, (pytest.mark.gpu,))
 GPU_STAGED = Place("gpu, host arrays", "numpy", _GPU, (pytest.mark.gpu,))
 GPU_MIXED = Place("gpu, mixed arrays", "mixed", _GPU, (pytest.mark.gpu,))

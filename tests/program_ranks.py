@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, NoReturn
 import gradsync as gs
 from gradsync.rendezvous.server import RendezvousServer
 
-STAND_IN = Path(__file__).parent / "stand_in"
+STAND_IN = Path(__file__).parent / "fake_cupy"
 _START_SECONDS = 60.0
 
 
@@ -87,7 +87,7 @@ class ProgramRanks:
                 "GRADSYNC_ADDRESS": server.address,
                 "GRADSYNC_HOSTED": "1",
                 "GRADSYNC_SECRET": secret.hex(),
-                "GRADSYNC_STAND_IN_DEVICES": str(world_size),
+                "FAKE_CUPY_DEVICES": str(world_size),
             }
             self._jobs.send((sources, common | environment, deadline_seconds))
             return self._received(deadline_seconds)

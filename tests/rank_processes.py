@@ -27,7 +27,7 @@ import gradsync as gs
 from gradsync.rendezvous import connection, stuck
 from gradsync.rendezvous.server import RendezvousServer
 
-STAND_IN = Path(__file__).parent / "stand_in"
+STAND_IN = Path(__file__).parent / "fake_cupy"
 _PATIENCE_SECONDS = 30.0  # for what every rank says in the end, however late a busy machine lets it
 
 _context = multiprocessing.get_context("forkserver")
@@ -223,7 +223,7 @@ def _rank_main(
         if "backends" in options:
             options["backend"] = options.pop("backends")[rank]
         if options.pop("stand_in", False):
-            os.environ.setdefault("GRADSYNC_STAND_IN_DEVICES", str(world_size))
+            os.environ.setdefault("FAKE_CUPY_DEVICES", str(world_size))
             sys.path.insert(0, str(STAND_IN))
         with gs.init_process_group(**options) as communicator:
             outcome = Outcome(result=function(communicator, *args))

@@ -91,7 +91,7 @@ def _mpiexec() -> str:
 PLACES = {
     "local": Place({"backend": "local"}),
     "shm": Place({"backend": "shm"}),
-    "fake": Place({"backend": "nccl"}, {"GRADSYNC_STAND_IN_DEVICES": "8"}, folders=(str(TESTS / "stand_in"),)),
+    "fake": Place({"backend": "nccl"}, {"FAKE_CUPY_DEVICES": "8"}, folders=(str(TESTS / "fake_cupy"),)),
     "mpi": Place({"backend": "mpi"}, command=lambda size: [_mpiexec(), "-n", str(size)], mark="mpi"),
     "gpu": Place({"backend": "nccl", "allow_shared_gpu": True}, mark="gpu"),
 }

@@ -172,7 +172,7 @@ TRACE = Variable("GRADSYNC_TRACE", _text, None)  # the folder for Chrome traces
 VARIABLES: tuple[Variable[object], ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
 #: The variables that describe one run. A launcher sets these variables for its own ranks, and removes earlier values.
 OF_A_RUN = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESS, HOSTED, BACKEND, SECRET, SECRET_FILE)
-_OF_TESTS = (f"{_PREFIX}STAND_IN_", f"{_PREFIX}TEST_")  # variables of this project's tests
+_OF_TESTS = f"{_PREFIX}TEST_"  # variables of this project's tests
 _warned: set[str] = set()
 
 

@@ -72,13 +72,13 @@ def test_every_collective_is_timed_and_right(tmp_path):
 
 def test_on_device_arrays_too_every_collective_is_right(tmp_path):
     """With the stand-in for CuPy in place of GPUs: what is timed there means nothing, and is not looked at."""
-    path = os.pathsep.join([str(Path(gs.__file__).parents[1]), str(Path(__file__).parents[1] / "stand_in")])
+    path = os.pathsep.join([str(Path(gs.__file__).parents[1]), str(Path(__file__).parents[1] / "fake_cupy")])
     of_gpus = ["-m", "gradsync", "run", "-n", "2", "--no-prefix", "--backend", "nccl", "-m", "gradsync"]
     out = tmp_path / "out.json"
     done = subprocess.run(
         [sys.executable, *of_gpus, "bench", "collectives", *map(str, ALL), "--backend", "nccl", "--json", str(out)],
         capture_output=True, text=True, check=False, timeout=100,
-        env=os.environ | {"PYTHONPATH": path, "GRADSYNC_STAND_IN_DEVICES": "2"},
+        env=os.environ | {"PYTHONPATH": path, "FAKE_CUPY_DEVICES": "2"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("gradsync/nccl: 2 ranks, ")

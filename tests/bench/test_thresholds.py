@@ -193,10 +193,10 @@ if __name__ == "__main__":
 
 def test_a_sweep_over_two_gpus(tmp_path):
     (tmp_path / "sweep.py").write_text(ON_GPUS)
-    path = os.pathsep.join([str(Path(gs.__file__).parents[1]), str(Path(__file__).parents[1] / "stand_in")])
+    path = os.pathsep.join([str(Path(gs.__file__).parents[1]), str(Path(__file__).parents[1] / "fake_cupy")])
     done = subprocess.run(
         [sys.executable, str(tmp_path / "sweep.py")],
-        env=os.environ | {"PYTHONPATH": path, "GRADSYNC_STAND_IN_DEVICES": "2"},
+        env=os.environ | {"PYTHONPATH": path, "FAKE_CUPY_DEVICES": "2"},
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")

@@ -17,7 +17,7 @@ import gradsync as gs
 from contract import dtype_of, expect
 from gradsync.communicators.nccl import library
 
-STAND_IN = Path(__file__).parents[1] / "stand_in"
+STAND_IN = Path(__file__).parents[1] / "fake_cupy"
 
 
 def begin_on_own_gpu(comm: Any, visible: list[str]) -> tuple[str, str]:

@@ -244,7 +244,7 @@ def test_who_waits_in_a_message_that_was_launched_is_told_with_a_line_too(
     line = first_of_rank_0.__code__.co_firstlineno + 1
     at = rf"at \S*test_absent_ranks\.py:{line} in first_of_rank_0"
     if place is not SHM:  # where the thread is by now; what stands in for CuPy counts as the user's program
-        at = rf"launched; the program is now (?:{at}|at \S*stand_in/cupy/\S+ in \w+)"
+        at = rf"launched; the program is now (?:{at}|at \S*fake_cupy/cupy/\S+ in \w+)"
     told = rf"{at}\) for rank 1"
     assert re.search(rf"rank 0 has waited \S+ s in message\(rank 1 to rank 0\) .*{told}", caplog.text), caplog.text
     for text in found:

@@ -22,12 +22,12 @@ def check(comm: Any, name: str, *args: Any) -> Any:
 
 def test_ranks_take_the_visible_devices_in_order() -> None:
     assert STAND_IN.run(3, check, "take_devices_in_order") == ["cuda:0", "cuda:1", "cuda:2"]
-    visible = {"CUDA_VISIBLE_DEVICES": "3,1", "GRADSYNC_STAND_IN_DEVICES": "4"}
+    visible = {"CUDA_VISIBLE_DEVICES": "3,1", "FAKE_CUPY_DEVICES": "4"}
     assert STAND_IN.run(2, check, "take_devices_in_order", environment=visible) == ["cuda:0", "cuda:1"]
 
 
 def test_ranks_with_visible_devices_of_their_own() -> None:
-    two = {"GRADSYNC_STAND_IN_DEVICES": "2"}
+    two = {"FAKE_CUPY_DEVICES": "2"}
     for visible in (["0", "1"], ["1", "0"]):
         found = SHM.run(2, check, "begin_on_own_gpu", visible, environment=two)
         assert found == [("cuda:0", f"0000:0{number}:00.0") for number in visible]
@@ -37,7 +37,7 @@ def test_ranks_with_visible_devices_of_their_own() -> None:
 
 
 def test_two_ranks_on_one_gpu_are_refused_in_words() -> None:
-    one = {"GRADSYNC_STAND_IN_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    one = {"FAKE_CUPY_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "0"}
     for text in SHM.run(2, check, "begin_anew", ["nccl", "nccl"], {}, environment=one):
         # The second one may hear it from the first.
         assert text.startswith(("BackendUnavailable: rank ", "RankFailed: "))
@@ -49,14 +49,14 @@ def test_slices_of_one_gpu_are_told_apart() -> None:
     slices = ["MIG-a", "MIG-b"]
     assert SHM.run(2, check, "begin_on_own_gpu", slices) == [("cuda:0", "0000:00:00.0")] * 2
     for visible, version in ((["MIG-a", "MIG-a"], "23203"), (slices, "22907")):  # the latter takes none of them
-        environment = {"GRADSYNC_STAND_IN_NCCL_VERSION": version}
+        environment = {"FAKE_CUPY_NCCL_VERSION": version}
         for text in SHM.run(2, check, "begin_on_gpus_that_are_refused", visible, environment=environment):
             assert "ranks [0, 1] share the GPU 0000:00:00.0" in text
 
 
 @pytest.mark.parametrize("version", ["23203", "22907"])
 def test_two_ranks_may_share_a_gpu(version: str) -> None:
-    one = {"GRADSYNC_STAND_IN_DEVICES": "1", "GRADSYNC_STAND_IN_NCCL_VERSION": version}
+    one = {"FAKE_CUPY_DEVICES": "1", "FAKE_CUPY_NCCL_VERSION": version}
     found = STAND_IN.run(2, check, "share_a_gpu", environment=one, allow_shared_gpu=True)
     if version >= "23000":
         assert found == [("1", None)] * 2
@@ -75,7 +75,7 @@ def test_ranks_share_a_real_gpu(world_size: int) -> None:
 
 
 def test_ranks_that_take_different_backends_are_told() -> None:
-    told = SHM.run(2, check, "begin_anew", ["nccl", "shm"], {}, environment={"GRADSYNC_STAND_IN_DEVICES": "2"})
+    told = SHM.run(2, check, "begin_anew", ["nccl", "shm"], {}, environment={"FAKE_CUPY_DEVICES": "2"})
     for rank, text in enumerate(told):
         differs = f"rank {rank}/2: rank 1 asks for backend 'shm', rank 0 for 'nccl': all ranks need the same"
         assert text.count(differs)
@@ -95,7 +95,7 @@ def test_unified_memory_is_refused() -> None:
 
 
 def test_an_old_cupy_is_refused() -> None:
-    (text,) = SHM.run(1, check, "begin_anew", ["nccl"], {}, environment={"GRADSYNC_STAND_IN_CUPY_VERSION": "13.6.0"})
+    (text,) = SHM.run(1, check, "begin_anew", ["nccl"], {}, environment={"FAKE_CUPY_VERSION": "13.6.0"})
     assert text.startswith("BackendUnavailable")
     assert "CuPy 13.6.0 is too old, gradsync needs 14 or newer: pip install --upgrade 'cupy-cuda12x[ctk]>=14'" in text
 
@@ -137,7 +137,7 @@ def test_means_over_more_ranks_than_half_precision_counts(place: Place, world_si
 
 
 def test_arrays_on_another_gpu_are_refused() -> None:
-    STAND_IN.run(1, check, "refuse_another_gpu", environment={"GRADSYNC_STAND_IN_DEVICES": "2"})
+    STAND_IN.run(1, check, "refuse_another_gpu", environment={"FAKE_CUPY_DEVICES": "2"})
 
 
 def test_errors_have_nccls_own_words() -> None:

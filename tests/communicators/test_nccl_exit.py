@@ -85,8 +85,8 @@ def test_the_interpreter_ends_beside_a_stuck_collective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("GRADSYNC_STAND_IN_DEVICES", "2")
-    monkeypatch.setenv("GRADSYNC_STAND_IN_HANG", "1")
+    monkeypatch.setenv("FAKE_CUPY_DEVICES", "2")
+    monkeypatch.setenv("FAKE_CUPY_HANG", "1")
     run(tmp_path, how)
 
 

@@ -35,5 +35,5 @@ thread.join()
 
 def test_memory_is_found_while_another_thread_allocates() -> None:
     """Work on a stream looks addresses up while the program allocates: it once met an illegal address by that."""
-    path = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1] / 'stand_in')!r})\n"
+    path = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1] / 'fake_cupy')!r})\n"
     subprocess.run([sys.executable, "-c", path + _LOOK_WHILE_ADDING], check=True, timeout=60)

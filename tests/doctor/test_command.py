@@ -12,7 +12,7 @@ import pytest
 import gradsync as gs
 
 SOURCES = str(Path(gs.__file__).parents[1])
-STAND_IN = str(Path(__file__).parents[1] / "stand_in")
+STAND_IN = str(Path(__file__).parents[1] / "fake_cupy")
 LIMIT_SECONDS = 100
 
 pytestmark = [

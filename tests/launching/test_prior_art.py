@@ -37,7 +37,7 @@ def assert_warned(caplog, method, n_launches=1):
     assert all(f"not by {method}: module globals that were set before are not copied" in text for text in warnings)
 
 
-STAND_IN = Path(__file__).parent.parent / "stand_in"
+STAND_IN = Path(__file__).parent.parent / "fake_cupy"
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def see_gpus(monkeypatch, tmp_path, visible):
 def stand_in_for_cupy(monkeypatch):
     """Gives ranks the tests' CuPy with two GPUs, on which NCCL runs."""
     monkeypatch.syspath_prepend(STAND_IN)
-    monkeypatch.setenv("GRADSYNC_STAND_IN_DEVICES", "2")
+    monkeypatch.setenv("FAKE_CUPY_DEVICES", "2")
 
 
 @contextlib.contextmanager
@@ -402,7 +402,7 @@ def test_spawn_backend_and_print_config(capfd):
 @pytest.mark.parametrize(("nprocs", "gpus", "backend"), [(1, 0, "local"), (2, 0, "shm"), (2, 2, "nccl"), (2, 1, "shm")])
 def test_spawn_backend_auto_goes_by_the_devices(monkeypatch, nprocs, gpus, backend):
     stand_in_for_cupy(monkeypatch)
-    monkeypatch.setenv("GRADSYNC_STAND_IN_DEVICES", str(gpus))
+    monkeypatch.setenv("FAKE_CUPY_DEVICES", str(gpus))
     options = {"backend": "auto"} if gpus else {}
     context = gs.spawn(rank_functions.backend, (gpus,), nprocs, **options)
     assert [results.get() for results in context.return_queues] == [backend] * nprocs

@@ -161,7 +161,7 @@ def _refused_ids(r: Rank) -> None:
 
 
 def test_ids_and_ranks_that_are_refused() -> None:
-    run(_refused_ids, GRADSYNC_STAND_IN_TIMEOUT="0.2", GRADSYNC_STAND_IN_NCCL_VERSION="22403")
+    run(_refused_ids, FAKE_CUPY_TIMEOUT="0.2", FAKE_CUPY_NCCL_VERSION="22403")
 
 
 def _join(r: Rank) -> str:
@@ -179,14 +179,14 @@ def _join(r: Rank) -> str:
     [
         ({}, "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 0000:00:00.0"),
         ({"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, "joined"),
-        ({"NCCL_MULTI_RANK_GPU_ENABLE": "1", "GRADSYNC_STAND_IN_NCCL_VERSION": "22900"}, "Duplicate GPU"),
-        ({"NCCL_HOSTID": "host{rank}", "GRADSYNC_STAND_IN_NCCL_VERSION": "22900"}, "joined"),
+        ({"NCCL_MULTI_RANK_GPU_ENABLE": "1", "FAKE_CUPY_NCCL_VERSION": "22900"}, "Duplicate GPU"),
+        ({"NCCL_HOSTID": "host{rank}", "FAKE_CUPY_NCCL_VERSION": "22900"}, "joined"),
         ({"PLACE": "1 2"}, "rank 1 joined twice"),
         ({"PLACE": "0{rank} 1{rank}"}, "one joins"),
     ],
 )
 def test_ranks_that_cannot_join(environment, outcome) -> None:
-    outcomes = run(_join, 2, GRADSYNC_STAND_IN_DEVICES="1", **environment)
+    outcomes = run(_join, 2, FAKE_CUPY_DEVICES="1", **environment)
     assert all(outcome in text for text in outcomes), outcomes
 
 

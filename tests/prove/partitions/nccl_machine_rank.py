@@ -11,14 +11,14 @@ import socket
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "stand_in"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "fake_cupy"))
 
 
 def main(folder: Path, host: str) -> None:
     """Leaves what it has found in a file of its own."""
     if socket.gethostname() == "host0":
-        os.environ["GRADSYNC_STAND_IN_ADDRESS"] = host
-    os.environ.setdefault("GRADSYNC_STAND_IN_DEVICES", "2")
+        os.environ["FAKE_CUPY_ADDRESS"] = host
+    os.environ.setdefault("FAKE_CUPY_DEVICES", "2")
     import gradsync as gs
 
     with gs.init_process_group("nccl") as comm:

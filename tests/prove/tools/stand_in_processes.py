@@ -62,7 +62,7 @@ class Rank(NamedTuple):
 
 def run(function: Callable[[Rank], Any], world_size: int = 1, **environment: str) -> list[Any]:
     """Calls function(rank) in processes with the stand-in and returns the results by rank."""
-    environment = {"GRADSYNC_STAND_IN_DEVICES": str(world_size), **environment}
+    environment = {"FAKE_CUPY_DEVICES": str(world_size), **environment}
     ids, barrier = _context.SimpleQueue(), _context.Barrier(world_size)
     processes, pipes = [], []
     for rank in range(world_size):
@@ -90,7 +90,7 @@ def run(function: Callable[[Rank], Any], world_size: int = 1, **environment: str
 
 def _main(pipe: Any, function: Any, rank: int, world_size: int, ids: Any, barrier: Any, environment: Any) -> None:
     os.environ.update(environment)
-    sys.path.insert(0, str(Path(__file__).parents[2] / "stand_in"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "fake_cupy"))
     try:
         import cupy
         from cupy.cuda import nccl

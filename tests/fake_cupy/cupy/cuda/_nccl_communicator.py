@@ -38,7 +38,7 @@ _LOOK_SECONDS = 0.01  # while the device is taken
 
 def get_version() -> int:
     """Returns the version of the library."""
-    return int(os.environ.get("GRADSYNC_STAND_IN_NCCL_VERSION", "23203"))
+    return int(os.environ.get("FAKE_CUPY_NCCL_VERSION", "23203"))
 
 
 class _Operation(NamedTuple):

@@ -48,7 +48,7 @@ class Membership(NamedTuple):
     may_share_device: bool
 
 
-_OWN_ADDRESS = "GRADSYNC_STAND_IN_ADDRESS"
+_OWN_ADDRESS = "FAKE_CUPY_ADDRESS"
 _TCP = b"tcp:"
 _DIAL_SECONDS = 10.0
 

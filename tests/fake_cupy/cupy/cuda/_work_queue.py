@@ -196,8 +196,8 @@ def _wait_for_all(tickets: list[Ticket]) -> None:
 
 def _delays(ptr: int) -> Callable[[], None]:
     """Returns a function to call before each piece of work: a seeded random pause, if the environment asks for it."""
-    longest = float(os.environ.get("GRADSYNC_STAND_IN_DELAY_MS", "0")) / 1e3
+    longest = float(os.environ.get("FAKE_CUPY_DELAY_MS", "0")) / 1e3
     if longest <= 0:
         return lambda: None
-    generator = random.Random(f"{os.environ.get('GRADSYNC_STAND_IN_SEED', '0')}/{os.getpid()}/{ptr}")
+    generator = random.Random(f"{os.environ.get('FAKE_CUPY_SEED', '0')}/{os.getpid()}/{ptr}")
     return lambda: time.sleep(generator.uniform(0, longest))

@@ -5,10 +5,10 @@ that does not wait for its data reads stale values, new memory holds NaNs, memor
 in use and is filled with NaNs for its next user, and host and device memory do not mix. See cupy.cuda.nccl for the
 collectives.
 
-The environment: GRADSYNC_STAND_IN_DEVICES (number of devices, 1), GRADSYNC_STAND_IN_DELAY_MS and
-GRADSYNC_STAND_IN_SEED (random pauses before each piece of work), GRADSYNC_STAND_IN_CUPY_VERSION,
-GRADSYNC_STAND_IN_NCCL_VERSION, GRADSYNC_STAND_IN_TIMEOUT (seconds until a missing peer is an error, 20),
-GRADSYNC_STAND_IN_HANG (1: never). As in CuPy, CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1 gives each thread a default stream
+The environment: FAKE_CUPY_DEVICES (number of devices, 1), FAKE_CUPY_DELAY_MS and
+FAKE_CUPY_SEED (random pauses before each piece of work), FAKE_CUPY_VERSION,
+FAKE_CUPY_NCCL_VERSION, FAKE_CUPY_TIMEOUT (seconds until a missing peer is an error, 20),
+FAKE_CUPY_HANG (1: never). As in CuPy, CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1 gives each thread a default stream
 of its own.
 """
 
@@ -53,7 +53,7 @@ from ._ndarray import ndarray
 from ._raw import RawModule
 from .cuda.memory import default_pool as _default_pool
 
-__version__ = _environ.get("GRADSYNC_STAND_IN_CUPY_VERSION", "14.2.0")
+__version__ = _environ.get("FAKE_CUPY_VERSION", "14.2.0")
 __all__ = [
     "RawModule",
     "amax",

@@ -132,7 +132,7 @@ def _devices() -> tuple[DeviceState, ...]:
 
 
 def _visible_indices() -> list[int]:
-    count = int(os.environ.get("GRADSYNC_STAND_IN_DEVICES", "1"))
+    count = int(os.environ.get("FAKE_CUPY_DEVICES", "1"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return list(range(count))

@@ -70,12 +70,12 @@ class Gone(Exception):
 
 def waits_for_ever() -> bool:
     """Returns whether a missing peer means a hang, as with NCCL, instead of an error."""
-    return os.environ.get("GRADSYNC_STAND_IN_HANG") == "1"
+    return os.environ.get("FAKE_CUPY_HANG") == "1"
 
 
 def timeout_seconds() -> float:
     """Returns how long a peer may be missing."""
-    return float(os.environ.get("GRADSYNC_STAND_IN_TIMEOUT", "20"))
+    return float(os.environ.get("FAKE_CUPY_TIMEOUT", "20"))
 
 
 def send_call(connection: socket.socket, call: Call, ends_batch: bool, payload: np.ndarray | None) -> None:

@@ -4,7 +4,7 @@ An operation meets its peers when its stream gets there, one of a device at a ti
 and round at every hop. Ranks that meet for the first time are connected while the host waits: all before the first
 collective, two before the first message between them, by all messages of their groups between the two. If the ranks
 call different operations, or one rank does not call, the operation ends with undefined data, and check_async_error
-names each rank's call. With GRADSYNC_STAND_IN_HANG=1 it hangs without an error, as on a GPU; destroy then also hangs if
+names each rank's call. With FAKE_CUPY_HANG=1 it hangs without an error, as on a GPU; destroy then also hangs if
 another rank does not call it.
 
 Not modelled: commSplit, networks, speed and pressure on memory.
