@@ -154,6 +154,7 @@ class Ranks:
         failed = [
             (rank, *rest) for rank, (kind, *rest) in outcomes.items() if kind == "failed" and rank not in (ends or {})
         ]
+        failed.sort(key=lambda each: each[3])  # one clock for all processes; answers may come in any order
         early = [rank for rank in ends or {} if outcomes[rank][0] != "failed" or outcomes[rank][1] is not None]
         if failed or early:
             self.kill()
@@ -220,7 +221,7 @@ class Ranks:
                 rank, error, text = connection.recv()
                 connections[rank] = connection
                 if text:
-                    failed.append((rank, error, text))
+                    failed.append((rank, error, text, time.monotonic()))
             if failed:
                 raise _error_of(failed, [])
             self._connections = [connections[rank] for rank in range(self._size)]
@@ -266,7 +267,7 @@ class Ranks:
     def _outcomes(self) -> dict[int, tuple[Any, ...]]:
         """Waits for all ranks, or once one has failed for a while."""
         open_ones = {connection: rank for rank, connection in enumerate(self._connections)}
-        outcomes: dict[int, tuple[Any, ...]] = {}  # in the order in which they come
+        outcomes: dict[int, tuple[Any, ...]] = {}
         deadline = None
         while open_ones:
             ready = wait(list(open_ones), None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -275,21 +276,21 @@ class Ranks:
                 try:
                     outcomes[rank] = connection.recv()
                 except (EOFError, ConnectionResetError):
-                    outcomes[rank] = "failed", None, "the rank has ended"
+                    outcomes[rank] = "failed", None, "the rank has ended", time.monotonic()
                 if outcomes[rank][0] == "failed" and outcomes[rank][1] is not None and deadline is None:
                     deadline = time.monotonic() + _OTHERS_FAIL_SECONDS
             if not ready:
-                outcomes |= dict.fromkeys(open_ones.values(), ("failed", None, "still running"))
+                outcomes |= dict.fromkeys(open_ones.values(), ("failed", None, "still running", time.monotonic()))
                 break
         return outcomes
 
 
-def _error_of(failed: list[tuple[int, Any, str]], early: list[int]) -> BaseException:
+def _error_of(failed: list[tuple[int, Any, str, float]], early: list[int]) -> BaseException:
     """The error of the rank that failed first, with what all of them say."""
-    error = next((error for _, error, _ in failed if error is not None), None)
+    error = next((error for _, error, *_ in failed if error is not None), None)
     if error is None:
         error = RankFailures(f"ranks {[rank for rank, *_ in failed] + early} did not end as they should")
-    for rank, _, text in failed:
+    for rank, _, text, _ in failed:
         error.add_note(f"--- rank {rank}:\n{text}")
     for rank in early:
         error.add_note(f"--- rank {rank} should have ended itself")
@@ -353,7 +354,8 @@ def _outcome(call: Call, comm: Any) -> tuple[Any, ...]:
     except pytest.skip.Exception as skipped:
         return "skipped", str(skipped)
     except BaseException as error:
-        return "failed", *_told(error)
+        now = time.monotonic()
+        return "failed", *_told(error), now
 
 
 def _module(call: Call) -> Any:
