@@ -50,6 +50,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks.in_order_of_pools(items)
     if any("gpu" in item.keywords for item in items):
         reason = why_no_gpu()
         for item in items:

@@ -10,7 +10,7 @@ rank, and the test fails with the error of the rank that failed first and the tr
 Arguments of the marker:
 
     *sizes         numbers of ranks
-    on             where they run, see PLACES
+    on             where they run, see PLACES; a mapping gives the numbers of ranks of each place
     fresh=True     processes of this test alone: for a body that changes a process or breaks its communicator
     ends={2: -9}   rank 2 ends itself by signal 9 (or with that exit code); implies `fresh`
     options={}     keyword arguments of init_process_group
@@ -394,7 +394,8 @@ def cases(metafunc: pytest.Metafunc) -> None:
     if marker is None:
         return
     name = "rank" if "rank" in metafunc.fixturenames else "comm"
-    places = [(place, size) for place in marker.kwargs.get("on", ("shm",)) for size in marker.args]
+    on = marker.kwargs.get("on", ("shm",))
+    places = [(place, size) for place in on for size in (on[place] if isinstance(on, dict) else marker.args)]
     metafunc.parametrize(
         name,
         [
@@ -403,6 +404,20 @@ def cases(metafunc: pytest.Metafunc) -> None:
             for mark in [PLACES[each[0]].mark]
         ],
     )
+
+
+def in_order_of_pools(items: list[Any]) -> None:
+    """Puts tests on the same kind of pooled ranks one after the other: a few pools are kept, and a start costs most."""
+    places = list(PLACES)
+    keys: dict[Any, tuple[Any, ...]] = {}
+    for item in items:
+        marker = item.get_closest_marker("ranks")
+        if marker is not None and "comm" in item.callspec.params and not marker.kwargs.keys() & {"fresh", "ends"}:
+            place, size = item.callspec.params["comm"]
+            settings = [repr(sorted(marker.kwargs.get(key, {}).items())) for key in ("options", "environment")]
+            keys[item] = places.index(place), size, settings
+    pooled = sorted(keys, key=lambda item: keys[item])
+    items[:] = pooled + [item for item in items if item not in keys]
 
 
 def run_test(item: pytest.Function) -> bool | None:
