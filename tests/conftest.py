@@ -13,6 +13,7 @@ import ranks
 from commands import cli as cli
 from commands import script as script
 from gradsync.bucketing import forgotten
+from ranks import place as place
 from ranks import run_on_ranks as run_on_ranks
 
 # Time is never what a test of a property is about: on a busy machine any example may take long.

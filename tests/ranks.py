@@ -17,8 +17,10 @@ Arguments of the marker:
     environment={} variables of the rank processes
 
 A test with an argument `rank` in place of `comm` is for what happens before: each process has the variables of its
-rank, and calls gs.init_process_group itself. The other arguments of a test are sent to the ranks: parameters, tmp_path,
-whatever pickles. The fixture `run_on_ranks` calls a function on pooled ranks, and gives its results.
+rank, and calls gs.init_process_group itself. An argument `place` is the name of the place. The other arguments of a
+test are sent to the ranks: parameters, tmp_path, whatever pickles.
+
+The fixture `run_on_ranks` calls a function on pooled ranks, and gives its results.
 """
 
 from __future__ import annotations
@@ -429,6 +431,8 @@ def run_test(item: pytest.Function) -> bool | None:
     arguments = {name: item.funcargs[name] for name in inspect.signature(item.function).parameters}
     name = "rank" if "rank" in arguments else "comm"
     place, size = arguments.pop(name)
+    if "place" in arguments:
+        arguments["place"] = place
     call = _call(item.function, item.originalname, arguments)
     ends = marker.kwargs.get("ends", {})
     settings: dict[str, Any] = {key: marker.kwargs.get(key, {}) for key in ("options", "environment")}
@@ -463,6 +467,12 @@ def close_pools() -> None:
     """
     while _pools:
         _pools.popitem()[1].close()
+
+
+@pytest.fixture
+def place() -> str:
+    """The place where the ranks of a test run; run_test knows it."""
+    return ""
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-# See tests/places.py and tests/test_golden.py.
+# See tests/places.py.
 EVERYWHERE = {"GRADSYNC_TEST_PLACES": "all", "GRADSYNC_TEST_DEEP": "1"}
 _SHOWN_LINES = 30  # of the output of what fails
 
@@ -38,7 +38,7 @@ class Script(NamedTuple):
 _PYTEST = ("pytest", "-q", "--timeout", "900", "--import-mode=prepend", "-m", "")
 _OF_PLACES = (
     *("tests/test_comm.py", "tests/test_consistency.py", "tests/test_hooks.py", "tests/test_done_callbacks.py"),
-    *("tests/test_random_training.py", "tests/test_golden.py", "tests/test_interrupts.py", "tests/test_exit.py"),
+    *("tests/test_random_training.py", "tests/test_interrupts.py", "tests/test_exit.py"),
 )
 _OF_SIZES = ("--ignore", "tests/communicators/test_contract.py")  # the part's own tests run it at more sizes
 _OF_ONE_FILE = (*_PYTEST, "tests/communicators/test_contract.py", "-k", "one_file")

@@ -1,0 +1,11 @@
+# gradsync run -n 2 --backend shm {}  # either rank
+import numpy as np
+
+import gradsync as gs
+
+with gs.init_process_group() as comm:
+    sync = gs.AllreduceCallback()
+    with sync.backward():
+        sync("weights", np.ones(3))
+        if comm.rank == 0:
+            sync("bias", np.ones(2))

@@ -1,0 +1,273 @@
+"""The examples and the README do what they say."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture
+def run(cli):
+    """run(ranks, script, ...) gives what rank 0 prints; nothing else may be printed."""
+
+    def run(ranks, name, *words):
+        done = cli("run", "-n", ranks, "--backend", "shm", EXAMPLES / name, *words)
+        assert (done.code, done.err) == (0, "")
+        return done.out.replace("[rank 0] ", "")
+
+    return run
+
+
+# -- The README --------------------------------------------------------------------------------------------------------
+
+
+def test_the_program_of_the_readme_is_the_example():
+    assert f"```python\n{(EXAMPLES / 'own_loop.py').read_text()}```\n" in (ROOT / "README.md").read_text()
+
+
+def test_commands_print_what_the_readme_says(cli):
+    shown = re.findall(r"```console\n\$ gradsync ([^\n]+)\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert shown
+    for words, output in shown:
+        done = cli(*shlex.split(words), cwd=ROOT)
+        assert (done.code, done.out) == (0, output), done.err
+
+
+def test_every_example_is_in_the_table():
+    tracked = {
+        str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.*") if path.suffix in (".py", ".sh", ".yaml")
+    }
+    shown = set(re.findall(r"\]\(([\w/.]+)\)", (EXAMPLES / "README.md").read_text()))
+    assert tracked - shown == set()
+    assert [link for link in shown if not (EXAMPLES / link).exists()] == []
+
+
+# -- Training on several ranks is the training of one process -------------------------------------------------------
+
+
+def in_one_process(batches, rate=0.1):
+    """Plain gradient descent on (x, y) batches, each of all ranks at once; the weights after each step."""
+    model, history = np.zeros(4), []
+    for x in batches:
+        model = model - rate * 2 * (x @ model - x @ [1.0, 2.0, 3.0, 4.0]) @ x / len(x)
+        history.append(model)
+    return history
+
+
+@pytest.fixture
+def orders():
+    """The order of the samples in three epochs, as one process draws it."""
+    return [gs.shard_indices(121, epoch) for epoch in range(3)]
+
+
+def uneven_batches(ranks, orders):
+    x = np.hstack([np.random.default_rng(0).normal(size=(121, 3)), np.ones((121, 1))])
+    for order in orders:
+        for begin in range(0, -(-121 // ranks), 4):
+            yield x[np.concatenate([order[rank::ranks][begin : begin + 4] for rank in range(ranks)])]
+
+
+@pytest.mark.ranks(2, 3)
+def test_uneven_batches_make_the_steps_of_one_process(comm, orders):
+    """Of three ranks two have no batch in the last step of an epoch."""
+    history = runpy.run_path(str(EXAMPLES / "uneven_batches.py"))["train"](3)
+    np.testing.assert_allclose(history, in_one_process(uneven_batches(comm.world_size, orders)), rtol=1e-12)
+
+
+def accumulated(ranks, steps):
+    sources = [np.random.default_rng(rank) for rank in range(ranks)]
+    for _ in range(steps):
+        drawn = [source.normal(size=(64, 3)) for source in sources for _ in range(4)]
+        yield np.hstack([np.concatenate(drawn), np.ones((ranks * 4 * 64, 1))])
+
+
+@pytest.mark.ranks(2)
+def test_gradient_accumulation_makes_the_steps_of_one_process(comm):
+    history = runpy.run_path(str(EXAMPLES / "gradient_accumulation.py"))["train"](comm, 30)
+    np.testing.assert_allclose(history, in_one_process(accumulated(2, 30)), rtol=1e-12)
+
+
+@pytest.fixture
+def digits(tmp_path):
+    """A folder with a small sklearn.datasets: its digits without its import, which takes longer than an epoch."""
+    (found,) = importlib.util.find_spec("sklearn").submodule_search_locations
+    with gzip.open(Path(found, "datasets", "data", "digits.csv.gz"), "rt") as file:
+        np.save(tmp_path / "digits.npy", np.loadtxt(file, delimiter=","))
+    (tmp_path / "sklearn").mkdir()
+    (tmp_path / "sklearn" / "__init__.py").touch()
+    (tmp_path / "sklearn" / "datasets.py").write_text(
+        "import types, numpy as np\n"
+        "def load_digits():\n"
+        f"    table = np.load({str(tmp_path / 'digits.npy')!r})\n"
+        "    images, target = table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(int)\n"
+        "    return types.SimpleNamespace(images=images, target=target)\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_ranks_train_on_digits_as_one_process_does(comm, digits):
+    threadpoolctl = pytest.importorskip("threadpoolctl")
+    sys.path[:0] = [str(digits), str(EXAMPLES)]
+    from train_digits import Settings, train
+
+    deviations = []
+
+    def compare(network, batch, reduced):
+        for name, whole in network.backward(network.forward(batch.images), batch.labels):
+            deviations.append(np.abs(reduced[name] - whole).max() / np.abs(whole).max())
+
+    with threadpoolctl.threadpool_limits(1):  # one BLAS thread has one order of summation
+        single = train(comm, Settings(quiet=True, epochs=1), compare)
+        double = train(comm, Settings(quiet=True, epochs=1, dtype="float64"), None)
+        with comm.split(comm.rank) as alone:
+            whole = train(alone, Settings(quiet=True, epochs=1, dtype="float64"), None)
+    assert single.identical
+    assert double.identical
+    assert len(deviations) == 30 * 8  # steps, parameters
+    assert max(deviations) < 1e-5
+    for name, expected in whole.parameters.items():
+        assert np.abs(double.parameters[name] - expected).max() < 1e-9, name
+
+
+def row(table, label):
+    (value,) = re.findall(rf"^(?:\[rank 0\] )?{label}  +(.*)$", table, re.MULTILINE)
+    return value
+
+
+@pytest.mark.parametrize(("ranks", "epochs"), [(2, 15), (1, 1)])
+def test_the_demo(cli, digits, ranks, epochs):
+    environment = {"PYTHONPATH": str(digits), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
+    done = cli("run", "-n", ranks, EXAMPLES / "train_digits.py", "--epochs", epochs, environment=environment)
+    assert done.code == 0, done.err
+    assert row(done.out, "ranks") == str(ranks)
+    assert row(done.out, "backend") == ("shm, on cpu" if ranks == 2 else "local, on cpu")
+    assert row(done.out, "parameters on all ranks") == "identical"
+    if epochs == 15:
+        assert float(row(done.out, "test accuracy").rstrip("%")) >= 97
+
+
+# -- What they print ---------------------------------------------------------------------------------------------------
+
+
+def test_collectives(run):
+    ranks = 3
+    numbers = range(ranks)
+    wanted = {
+        "all_reduce": [[ranks - 1] * 2] * ranks,
+        "all_gather": [[rank] * 2 for rank in numbers for _ in numbers],
+        "uneven": [rank for rank in numbers for _ in range(rank + 1)],
+        "reduce_scatter": [[sum(numbers)] * 2],
+        "all_to_all": [[rank] * 2 for rank in numbers],
+        "exchange": [[ranks - 1] * 2] * ranks,
+        "asynchronous": [float(ranks)] * 3,
+        "group": list(numbers[::2]),
+        "objects": list(numbers),
+    }
+    lines = [line.split(maxsplit=1) for line in run(ranks, "collectives.py").splitlines()]
+    assert {name: json.loads(values) for name, values in lines} == wanted
+
+
+def test_gradient_accumulation_reduces_once_a_step(run):
+    history = in_one_process(accumulated(2, 100))
+    steps = {step: history[step - 1].round(3) for step in (1, 10, 100)}
+    wanted = [f"step {step}: weights {model[:3]}, bias {model[3:]}" for step, model in steps.items()]
+    assert run(2, "gradient_accumulation.py").splitlines() == ["100 all-reduces for 400 small batches", *wanted]
+
+
+def test_mixed_precision_skips_the_same_steps_on_all_ranks(run):
+    assert run(2, "loss_scaling.py").endswith("weights [1. 2. 3.], 7 of 200 steps skipped\n")
+
+
+def test_uneven_batches_end_with_one_model(run):
+    shown = "samples by rank [41, 40, 40], 110 steps: weights [1. 2. 3.], bias [4.]\n"
+    assert run(3, "uneven_batches.py") == shown
+
+
+def losses_in(shown):
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", shown)]
+
+
+def test_the_transformer_learns_to_write(run):
+    losses = losses_in(run(2, "transformer.py", "--steps", 25))
+    assert losses[0] > 4.4  # a guess among 96 letters
+    assert losses[-1] < 3.0
+
+
+def test_each_hook_trains_as_the_plain_mean_does(run):
+    distances = dict(re.findall(r"(\w+): weights ([\d.]+)% from those of the plain mean", run(2, "hooks.py")))
+    assert list(distances) == ["float16", "bfloat16", "Int8", "PowerSGD"]
+    assert all(float(percent) < 0.1 for percent in distances.values())
+
+
+def test_a_resumed_training_ends_with_the_bits_of_an_uninterrupted_one(cli, tmp_path):
+    def train(folder, *words):
+        done = cli("run", "-n", 2, "--max-restarts", 2, EXAMPLES / "resume_after_failure.py", folder, *words)
+        assert done.code == 0, done.err
+        with np.load(folder / "checkpoint.npz") as saved:
+            return done, {name: array.tobytes() for name, array in saved.items()}
+
+    whole, expected = train(tmp_path / "whole")
+    resumed, found = train(tmp_path / "resumed", "--fail-in-epoch", 3)
+    assert "was killed by SIGKILL" in resumed.err
+    assert resumed.err.count("starting all ranks again") == 1
+    assert resumed.out == whole.out  # every epoch once: those before the failure are not trained again
+    assert found == expected
+
+
+def test_a_traced_step(cli, tmp_path):
+    done = cli("run", "-n", 2, "--no-prefix", "--trace", tmp_path / "traced", EXAMPLES / "traced_step.py")
+    assert (done.code, len(done.err.splitlines())) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "line"),
+    [
+        (2, "tutorial/many_ranks.py", "step 100: weights [1. 2. 3.], bias [4.]"),
+        (2, "gradients_in_buckets.py", "weights [1. 2. 3.], bias [4.]"),
+        (2, "drifting_ranks.py", "  rank 1: float64[10] with digest 3bc38477"),
+    ],
+)
+def test_small_ones(run, ranks, name, line):
+    assert line in run(ranks, name).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "code", "word"),
+    [
+        ("raises.py", {}, 1, "failed with exit code 1"),
+        ("disagrees.py", {}, 0, "hand over gradients in the same order"),  # it catches the error and prints it
+        ("dies.py", {}, 137, "was killed by SIGKILL"),
+        ("stalls.py", {"GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS": "3"}, 1, "CollectiveTimeout"),
+    ],
+)
+def test_failures_are_reported(cli, name, environment, code, word):
+    done = cli("run", "-n", 2 + (name == "dies.py"), EXAMPLES / "failures" / name, environment=environment)
+    assert (done.code, word in done.err + done.out) == (code, True), done
+
+
+# -- Loops of other libraries ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("library", "name"), [("torch", "torch_loop.py"), ("jax", "jax_loop.py")])
+@pytest.mark.slow
+def test_loops_of_other_libraries_learn(run, library, name):
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"no {library}: pip install {library}")
+    losses = losses_in(run(2, name))
+    assert losses[0] > 0.6
+    assert losses[-1] < 0.35

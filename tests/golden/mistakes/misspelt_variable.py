@@ -1,5 +1,0 @@
-# GRADSYNC_BACKND=local python {}
-import gradsync as gs
-
-with gs.init_process_group() as comm:
-    print(comm.backend)

@@ -1,9 +1,0 @@
-# GRADSYNC_BACKEND=local python {}
-import numpy as np
-
-import gradsync as gs
-
-with gs.init_process_group() as comm:
-    sync = gs.AllreduceCallback()
-    with sync.backward():
-        print(sync("weights", np.ones(3)).result())
