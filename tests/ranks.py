@@ -105,7 +105,7 @@ ON_GPU = {"gpu": (1, 2)}
 
 
 class Call(NamedTuple):
-    """One call for all ranks: a function of a test file, and its arguments, pickled; and whether it is their only one."""
+    """One call for all ranks, perhaps their only one: a function of a test file, and its arguments, pickled."""
 
     file: str
     module: str
