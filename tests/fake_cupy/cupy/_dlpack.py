@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-from ._layout import extent_bytes
 from .cuda.memory import MemoryPointer, UnownedMemory
 from .cuda.stream import Stream, get_current_stream
 
 CPU, CUDA = 1, 2
-_FLOAT, _BFLOAT, _UINT = 2, 4, 1
+_BFLOAT, _UINT = 4, 1
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 _is_valid = ctypes.pythonapi.PyCapsule_IsValid
 _is_valid.restype, _is_valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
-_VERSION = (1, 0)
 _NAME, _VERSIONED_NAME = b"dltensor", b"dltensor_versioned"
 _VERSIONED_HEAD_BYTES = 32  # two numbers of the version, manager_ctx, deleter and flags
 
@@ -31,8 +31,6 @@ class _Tensor(ctypes.Structure):
         ("device_id", ctypes.c_int32),
         ("ndim", ctypes.c_int32),
         ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
     )
 
 
@@ -64,72 +62,58 @@ def _tensor_of(capsule: Any) -> _Tensor:
 
 
 def export(array: Any, stream: Any, max_version: Any, dl_device: Any, copy: Any) -> Any:
-    """Returns a capsule, once the consumer's stream waits for the current one."""
+    """A capsule, once the consumer's stream waits for the current one."""
     if dl_device is not None and dl_device[0] == CPU:
-        if copy is False:
-            raise ValueError("GPU memory cannot be exported to the CPU without a copy")
         return array.get().__dlpack__()
     if stream == 0:
         raise ValueError("stream 0 is ambiguous in DLPack: 1 is the legacy default stream, 2 the per-thread one")
     if stream != -1:
-        consumer = Stream.from_external(_Handle(1 if stream is None else stream))
+        ptr = 1 if stream is None else stream
+        consumer = Stream.from_external(SimpleNamespace(__cuda_stream__=lambda: (0, ptr)))
         consumer.wait_event(get_current_stream().record())
-    is_bfloat = array.dtype.name == "bfloat16"
-    if array.dtype.kind == "V" and not is_bfloat:
-        raise BufferError("dtype is not supported for dlpack export")
-    host = np.asarray(_Exported(array, np.dtype(np.uint16) if is_bfloat else array.dtype))
-    capsule = host.__dlpack__(max_version=max_version)
+    is_bfloat = array.dtype == ml_dtypes.bfloat16
+    capsule = np.asarray(_Exported(array, np.dtype(np.uint16) if is_bfloat else array.dtype)).__dlpack__(
+        max_version=max_version
+    )
     tensor = _tensor_of(capsule)
     tensor.device_type, tensor.device_id = CUDA, array.data.device_id
-    if is_bfloat:
-        tensor.code = _BFLOAT
+    tensor.code = _BFLOAT if is_bfloat else tensor.code
     return capsule
 
 
 def from_dlpack(array: Any, *, device: Any = None, copy: Any = None) -> Any:
-    """Returns a view of an array in device memory, whichever library made it; it may be written to in any case.
+    """A view of an array in device memory, whichever library made it; it may be written to in any case.
 
     Source: CuPy, cupy/_core/dlpack.pyx: the read-only flag is ignored.
     """
-    from ._ndarray import ndarray
 
     device_type, device_id = array.__dlpack_device__()
-    if device_type == CPU:
-        raise TypeError(
-            "CPU arrays cannot be directly imported to CuPy. Use `cupy.array(numpy.from_dlpack(input))` instead."
-        )
     if device_type != CUDA:
-        raise TypeError("the array is not on a CUDA device")
+        raise TypeError("CPU arrays cannot be directly imported to CuPy. Use `cupy.array(numpy.from_dlpack(input))`.")
     stream = get_current_stream(device_id).ptr or 1
     try:
-        capsule = array.__dlpack__(stream=stream, max_version=_VERSION, copy=copy)
-    except TypeError:
-        if copy is not None:
-            raise
+        capsule = array.__dlpack__(stream=stream, max_version=(1, 0), copy=copy)
+    except TypeError:  # of a library before DLPack 1.0
         capsule = array.__dlpack__(stream=stream)
     tensor = _tensor_of(capsule)
     is_bfloat = tensor.code == _BFLOAT
     tensor.device_type, tensor.device_id = CPU, 0
-    if is_bfloat:
-        tensor.code = _UINT
+    tensor.code = _UINT if is_bfloat else tensor.code
     host = np.from_dlpack(_Imported(capsule))
-    if is_bfloat:
-        host = host.view(_bfloat16())
-    memory = UnownedMemory(host.ctypes.data, extent_bytes(host.shape, host.strides, host.itemsize), host, device_id)
-    return ndarray(host.shape, host.dtype, MemoryPointer(memory, 0), host.strides)
+    host = host.view(ml_dtypes.bfloat16) if is_bfloat else host
+    return view_of_foreign(host.ctypes.data, host.shape, host.dtype, host.strides, host, device_id)
 
 
-def _bfloat16() -> Any:
-    import ml_dtypes
+def view_of_foreign(
+    ptr: int, shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...] | None, owner: Any, device_id: int = -1
+) -> Any:
+    """An array over memory that something else keeps."""
+    from ._array import ndarray
 
-    return ml_dtypes.bfloat16
-
-
-class _Handle:
-    """A stream's handle as an object with the stream protocol."""
-
-    def __init__(self, ptr: int) -> None:
-        self._ptr = ptr
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._ptr
+    if 0 in shape:
+        return ndarray(shape, dtype)
+    if strides is None:
+        extent = int(np.prod(shape)) * dtype.itemsize
+    else:
+        extent = sum((n - 1) * step for n, step in zip(shape, strides, strict=True) if step > 0) + dtype.itemsize
+    return ndarray(shape, dtype, MemoryPointer(UnownedMemory(ptr, extent, owner, device_id), 0), strides)

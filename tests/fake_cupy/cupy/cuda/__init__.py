@@ -1,33 +1,19 @@
-"""CUDA as CuPy shows it: devices, streams, events and memory. cupy.cuda.nccl is imported on its own, as in CuPy 14."""
+"""CUDA as CuPy shows it. cupy.cuda.nccl is imported on its own, as in CuPy 14."""
 
-from . import memory, pinned_memory, runtime, stream
-from .device import Device
-from .memory import MemoryPointer, MemoryPool, UnownedMemory, alloc
-from .pinned_memory import alloc_pinned_memory
-from .stream import Event, ExternalStream, Stream, get_current_stream, get_elapsed_time
-
-__all__ = [
-    "Device",
-    "Event",
-    "ExternalStream",
-    "MemoryPointer",
-    "MemoryPool",
-    "Stream",
-    "UnownedMemory",
-    "alloc",
-    "alloc_pinned_memory",
-    "get_current_stream",
-    "get_elapsed_time",
-    "is_available",
-    "memory",
-    "pinned_memory",
-    "runtime",
-    "stream",
-]
+from . import memory as memory
+from . import runtime as runtime
+from . import stream as stream
+from ._devices import Device as Device
+from .memory import alloc as alloc
+from .memory import alloc_pinned_memory as alloc_pinned_memory
+from .stream import Event as Event
+from .stream import Stream as Stream
+from .stream import get_current_stream as get_current_stream
+from .stream import get_elapsed_time as get_elapsed_time
 
 
 def is_available() -> bool:
-    """Returns whether there is a device."""
+    """Whether there is a device."""
     try:
         return runtime.getDeviceCount() > 0
     except runtime.CUDARuntimeError:

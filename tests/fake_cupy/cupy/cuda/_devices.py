@@ -1,4 +1,4 @@
-"""The devices of this process: visible devices, the choice of each thread, and their streams and errors."""
+"""The devices of this process: which are visible, the choice of each thread, their streams and errors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from ._errors import (
     NO_DEVICE,
     CUDARuntimeError,
 )
-from ._work_queue import Ticket, WorkQueue
+from ._work import Ticket, WorkQueue
 
 PER_THREAD = 2  # cudaStreamPerThread
-_stream_handles = itertools.count(0x5500_0000_0010, 0x10)
+_handles = itertools.count(0x5500_0000_0010, 0x10)
 _streams: dict[int, WorkQueue] = {}  # by handle, while the stream exists
 _chosen = threading.local()
 _is_dead = False  # a fork of a process that has used CUDA
+#: Devices on which this process has a context, half a GB each: since CUDA 12, choosing a device makes one at once.
+contexts: set[int] = set()
 
 
 class DeviceState:
@@ -48,14 +50,15 @@ class DeviceState:
         self.null_queue = WorkQueue(self, 0, is_blocking=True)
         self._of_thread = threading.local()
 
-    def create_queue(self, is_blocking: bool) -> WorkQueue:
-        """Makes the queue of a new stream."""
-        queue = WorkQueue(self, next(_stream_handles), is_blocking)
+    def create_queue(self, is_blocking: bool, *, has_handle: bool = True) -> WorkQueue:
+        """The queue of a new stream."""
+        queue = WorkQueue(self, next(_handles), is_blocking)
         with self.submission:
             self._queues.add(queue)
             if is_blocking:
                 self._blocking.add(queue)
-        _streams[queue.ptr] = queue
+        if has_handle:
+            _streams[queue.ptr] = queue
         return queue
 
     def destroy_queue(self, queue: WorkQueue) -> None:
@@ -64,23 +67,16 @@ class DeviceState:
         queue.retire()
 
     def find_queue(self, ptr: int) -> WorkQueue | None:
-        """Returns the queue of this device's stream with that handle, or None."""
+        """The queue of this device's stream with that handle; None if there is none."""
         if ptr in (0, 1):  # cudaStreamLegacy is 1
             return self.null_queue
-        if ptr == PER_THREAD:
-            return self._thread_queue()
-        queue = _streams.get(ptr)
-        return queue if queue is not None and queue.device is self else None
-
-    def _thread_queue(self) -> WorkQueue:
-        """Returns the queue of this thread's own default stream: one handle, and a stream for each thread."""
-        queue: WorkQueue | None = getattr(self._of_thread, "queue", None)
-        if queue is None:
-            queue = self._of_thread.queue = WorkQueue(self, next(_stream_handles), is_blocking=True)
-            with self.submission:
-                self._queues.add(queue)
-                self._blocking.add(queue)
-        return queue
+        if ptr == PER_THREAD:  # one handle, and a stream for each thread
+            if not hasattr(self._of_thread, "queue"):
+                self._of_thread.queue = self.create_queue(is_blocking=True, has_handle=False)
+            queue: WorkQueue = self._of_thread.queue
+            return queue
+        found = _streams.get(ptr)
+        return found if found is not None and found.device is self else None
 
     def queue(self, ptr: int) -> WorkQueue:
         """The same, or raises."""
@@ -90,7 +86,7 @@ class DeviceState:
         return queue
 
     def implicit_waits(self, queue: WorkQueue) -> list[Ticket]:
-        """Returns the work on other streams that new work must wait for: the rule of the legacy null stream."""
+        """The work on other streams that new work must wait for: the rule of the legacy null stream."""
         if queue is self.null_queue:
             tickets = [other.last() for other in list(self._blocking)] if self._blocking.data else []
         else:
@@ -111,7 +107,7 @@ class DeviceState:
             self.error = error
 
     def status(self) -> int:
-        """Returns the status of the sticky error, or 0."""
+        """The code of the sticky error, or 0."""
         if self.error is None:
             return 0
         return self.error.status if isinstance(self.error, CUDARuntimeError) else LAUNCH_FAILURE
@@ -125,27 +121,22 @@ class DeviceState:
 @functools.cache
 def _devices() -> tuple[DeviceState, ...]:
     """Looked at once, as CUDA does."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = int(os.environ.get("FAKE_CUPY_DEVICES", "1"))
+    if visible is None:
+        return tuple(DeviceState(number, number) for number in range(count))
     if visible.startswith("MIG-"):
         return (DeviceState(0, 0, visible.partition(",")[0]),)  # a process sees a single one
-    return tuple(DeviceState(number, absolute) for number, absolute in enumerate(_visible_indices()))
-
-
-def _visible_indices() -> list[int]:
-    count = int(os.environ.get("FAKE_CUPY_DEVICES", "1"))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return list(range(count))
     indices: list[int] = []
     for word in visible.split(","):  # the first word that names no device ends the list
         if not word.strip().isdecimal() or not (index := int(word)) < count or index in indices:
             break
         indices.append(index)
-    return indices
+    return tuple(DeviceState(number, index) for number, index in enumerate(indices))
 
 
 def all_devices() -> tuple[DeviceState, ...]:
-    """Returns every visible device; raises where there is none, and after a fork."""
+    """Every visible device; raises where there is none, and after a fork."""
     if _is_dead:
         raise CUDARuntimeError(INITIALIZATION_ERROR)
     devices = _devices()
@@ -155,32 +146,68 @@ def all_devices() -> tuple[DeviceState, ...]:
 
 
 def device_state(device_id: int) -> DeviceState:
-    """Returns the device with that number."""
+    """The device with that number."""
     devices = all_devices()
     if not 0 <= device_id < len(devices):
         raise CUDARuntimeError(INVALID_DEVICE)
     return devices[device_id]
 
 
-def current_device_id() -> int:
-    """Returns the number of this thread's device."""
-    return current_device().device_id
-
-
 def current_device() -> DeviceState:
-    """Returns this thread's device."""
+    """This thread's device: the first one until it chooses."""
     if _is_dead:
         raise CUDARuntimeError(INITIALIZATION_ERROR)
     try:
         return _chosen.device
     except AttributeError:
-        choose_device(0)
-        return _chosen.device
+        return device_state(0)
 
 
-def choose_device(device_id: int) -> None:
-    """Makes a device this thread's."""
-    _chosen.device = device_state(device_id)
+class Device:
+    """A device by its number, by default the current one; a context that makes it current."""
+
+    def __init__(self, device: int | Device | None = None) -> None:
+        self.id: int = current_device().device_id if device is None else int(device)
+
+    def __int__(self) -> int:
+        return self.id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Device) and self.id == other.id
+
+    __hash__ = None  # as in CuPy
+
+    def __repr__(self) -> str:
+        return f"<CUDA Device {self.id}>"
+
+    def __enter__(self) -> Device:
+        left = current_device().device_id
+        self.use()
+        _stack().append(left)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        Device(_stack().pop()).use()  # also where this thread had never chosen one
+
+    def use(self) -> None:
+        """Makes it this thread's device."""
+        _chosen.device = device_state(self.id)
+        contexts.add(self.id)
+
+    def synchronize(self) -> None:
+        """Waits for all its streams."""
+        device_state(self.id).synchronize()
+
+    @property
+    def pci_bus_id(self) -> str:
+        return device_state(self.id).pci_bus_id
+
+
+def _stack() -> list[int]:
+    """The devices that this thread's `with` statements have left."""
+    if not hasattr(_chosen, "left"):
+        _chosen.left = []
+    return _chosen.left
 
 
 def _die_in_fork() -> None:

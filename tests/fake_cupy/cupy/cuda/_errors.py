@@ -1,24 +1,12 @@
-"""The error of the CUDA runtime, with the texts that CuPy gives."""
+"""The errors of CUDA and of NCCL, with the texts that CuPy gives."""
 
 from __future__ import annotations
 
-INVALID_VALUE = 1
-INITIALIZATION_ERROR = 3
-INVALID_CONFIGURATION = 9
-NO_DEVICE = 100
-INVALID_DEVICE = 101
-INVALID_RESOURCE_HANDLE = 400
-SYMBOL_NOT_FOUND = 500
-NOT_READY = 600
-ILLEGAL_ADDRESS = 700
-LAUNCH_FAILURE = 719
-CAPTURE_UNSUPPORTED = 900
-CAPTURE_INVALIDATED = 901
-CAPTURE_ISOLATION = 905
-CAPTURE_IMPLICIT = 906
-CAPTURED_EVENT = 907
+INVALID_VALUE, INITIALIZATION_ERROR, INVALID_CONFIGURATION, NO_DEVICE, INVALID_DEVICE = 1, 3, 9, 100, 101
+INVALID_RESOURCE_HANDLE, SYMBOL_NOT_FOUND, NOT_READY, ILLEGAL_ADDRESS, LAUNCH_FAILURE = 400, 500, 600, 700, 719
+CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED, CAPTURE_ISOLATION, CAPTURE_IMPLICIT, CAPTURED_EVENT = 900, 901, 905, 906, 907
 
-_TEXTS = {
+_CUDA_TEXTS = {
     INVALID_VALUE: "cudaErrorInvalidValue: invalid argument",
     INITIALIZATION_ERROR: "cudaErrorInitializationError: initialization error",
     INVALID_CONFIGURATION: "cudaErrorInvalidConfiguration: invalid configuration argument",
@@ -47,7 +35,35 @@ class CUDARuntimeError(RuntimeError):
 
     def __init__(self, status: int) -> None:
         self.status = status
-        super().__init__(_TEXTS[status])
+        super().__init__(_CUDA_TEXTS[status])
 
     def __reduce__(self):
         return type(self), (self.status,)
+
+
+UNHANDLED_CUDA_ERROR, SYSTEM_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR = range(1, 7)
+
+_NCCL_TEXTS = {
+    UNHANDLED_CUDA_ERROR: "NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error",
+    SYSTEM_ERROR: "NCCL_ERROR_SYSTEM_ERROR: unhandled system error (run with NCCL_DEBUG=INFO for details)",
+    INTERNAL_ERROR: "NCCL_ERROR_INTERNAL_ERROR: internal error - please report this issue to the NCCL developers",
+    INVALID_ARGUMENT: "NCCL_ERROR_INVALID_ARGUMENT: invalid argument (run with NCCL_DEBUG=WARN for details)",
+    INVALID_USAGE: "NCCL_ERROR_INVALID_USAGE: invalid usage (run with NCCL_DEBUG=WARN for details)",
+    REMOTE_ERROR: "NCCL_ERROR_REMOTE_ERROR: remote process exited or there was a network error",
+}
+
+
+class NcclError(RuntimeError):
+    """A call to NCCL failed.
+
+    Args:
+        status: the code of ncclResult_t; CuPy's own raises a KeyError for 7 and 8, too.
+        detail: what the fake adds to NCCL's text.
+    """
+
+    def __init__(self, status: int, detail: str = "") -> None:
+        self.status, self.detail = status, detail
+        super().__init__(_NCCL_TEXTS[status] + (f" [fake: {detail}]" if detail else ""))
+
+    def __reduce__(self):
+        return type(self), (self.status, self.detail)

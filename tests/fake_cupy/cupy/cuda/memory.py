@@ -1,26 +1,25 @@
-"""Device memory: ordinary memory with real addresses, and the pool that hands it out as CuPy's does."""
+"""Device memory and pinned memory: ordinary memory, and the pools that hand it out as CuPy's do."""
 
 from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
 import threading
 from collections import defaultdict
 from typing import Any
 
 import numpy as np
 
-from . import pinned_memory
-from ._devices import all_devices, current_device
+from ._devices import current_device
 from ._errors import ILLEGAL_ADDRESS, INVALID_VALUE, CUDARuntimeError
-from .device import Device
 from .stream import current_queue
 
 _ROUNDING_BYTES = 512
 
 
 class Block:
-    """A range of memory of one device; it begins as NaNs in any floating dtype, for use before initialisation shows.
+    """A range of memory of one device; it begins as NaNs in any floating dtype.
 
     Args:
         size: bytes.
@@ -33,78 +32,36 @@ class Block:
         begin = -memory.ctypes.data % _ROUNDING_BYTES
         self.bytes = memory[begin : begin + size]
         self.address: int = self.bytes.ctypes.data
-        self.size = size
-        self.device_id = device_id
-        self.stream_ptr = stream_ptr
+        self.size, self.device_id, self.stream_ptr = size, device_id, stream_ptr
 
     def poison(self) -> None:
         """Fills it with NaNs: its next user must write before reading, and nobody else may use it."""
         self.bytes.fill(0xFF)
 
 
-class _AddressSpace:
-    """Which addresses are device memory: added by threads that allocate while the streams' threads look them up."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[int, Block] = {}
-        self._addresses: list[int] = []
-        self._lock = threading.Lock()
-
-    def add(self, block: Block) -> None:
-        with self._lock:
-            self._blocks[block.address] = block
-            bisect.insort(self._addresses, block.address)
-
-    def remove(self, block: Block) -> None:
-        with self._lock:
-            del self._blocks[block.address]
-            self._addresses.remove(block.address)
-
-    def find(self, address: int, size: int) -> Block | None:
-        """Returns the block that holds the range, or None."""
-        with self._lock:
-            index = bisect.bisect_right(self._addresses, address) - 1
-            if index < 0:
-                return None
-            block = self._blocks[self._addresses[index]]
-        return block if address + size <= block.address + block.size else None
+_blocks: dict[int, Block] = {}  # by address; never unmapped
+_addresses: list[int] = []
+_looking = threading.Lock()  # streams look addresses up while the program allocates
 
 
-address_space = _AddressSpace()
+def find_block(address: int, size: int) -> Block | None:
+    """The block that holds the range; None if it is not device memory."""
+    with _looking:
+        index = bisect.bisect_right(_addresses, address) - 1
+        block = _blocks[_addresses[index]] if index >= 0 else None
+    return block if block is not None and address + size <= block.address + block.size else None
 
 
 def device_bytes(address: int, size: int) -> np.ndarray:
-    """Returns the bytes at an address, as work on a stream finds them; a wrong address is the device's error."""
-    block = address_space.find(address, size)
+    """The bytes at an address, as work on a stream finds them; a wrong address is the device's error."""
+    block = find_block(address, size)
     if block is None:
         raise CUDARuntimeError(ILLEGAL_ADDRESS)
-    begin = address - block.address
-    return block.bytes[begin : begin + size]
+    return block.bytes[address - block.address :][:size]
 
 
-class BaseMemory:
-    """The memory of a MemoryPointer: an address, a size and a device.
-
-    Args:
-        ptr: address.
-        size: bytes.
-        device_id: where.
-        block: that holds it; None if it is empty.
-    """
-
-    def __init__(self, ptr: int, size: int, device_id: int, block: Block | None) -> None:
-        self.ptr = ptr
-        self.size = size
-        self.device_id = device_id
-        self.block = block
-
-    @property
-    def device(self) -> Device:
-        return Device(self.device_id)
-
-
-class UnownedMemory(BaseMemory):
-    """Memory that something else keeps alive.
+class UnownedMemory:
+    """A range of device memory that something else keeps.
 
     Args:
         ptr: address.
@@ -114,67 +71,24 @@ class UnownedMemory(BaseMemory):
     """
 
     def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
-        block = address_space.find(ptr, size)
-        if block is None or device_id not in (-1, block.device_id):
+        block = find_block(ptr, size) if size else None
+        if size and (block is None or device_id not in (-1, block.device_id)):
             raise CUDARuntimeError(INVALID_VALUE)
-        super().__init__(ptr, size, block.device_id, block)
-        self._owner = owner
+        self.ptr, self.size, self.block, self._owner = ptr, size, block, owner
+        self.device_id = device_id if block is None else block.device_id
 
 
-class PooledMemory(BaseMemory):
-    """A block on loan; the end of this object returns it, whatever is still queued for it."""
+class _Loan:
+    """A block of the pool; the end of this object returns it, whatever is still queued for it."""
 
-    def __init__(self, pool: MemoryPool, block: Block, size: int) -> None:
-        super().__init__(block.address, size, block.device_id, block)
-        self._pool = pool
+    def __init__(self, block: Block) -> None:
+        self._block = block
 
-    def __del__(self) -> None:
-        self._pool._release(self.block)
+    def __del__(self) -> None:  # in any thread, whenever an array is collected: appending to a list needs no lock
+        _free[self._block.device_id, self._block.stream_ptr, self._block.size].append(self._block)
 
 
-class MemoryPool:
-    """Blocks by device, stream and rounded size; a returned block goes to the next allocation like it, at once."""
-
-    def __init__(self) -> None:
-        self._free: defaultdict[tuple[int, int, int], list[Block]] = defaultdict(list)
-        self._total_bytes = 0
-
-    def malloc(self, size: int) -> MemoryPointer:
-        """Returns memory for the current stream."""
-        device_id, stream = current_device().device_id, current_queue()
-        stream.device.check()
-        if size == 0:
-            return MemoryPointer(BaseMemory(0, 0, device_id, None), 0)
-        rounded = -(-size // _ROUNDING_BYTES) * _ROUNDING_BYTES
-        try:
-            block = self._free[device_id, stream.ptr, rounded].pop()
-            if stream.capture is None:
-                stream.submit(block.poison)  # shows to whatever other stream still uses it
-        except IndexError:
-            block = Block(rounded, device_id, stream.ptr)
-            address_space.add(block)
-            self._total_bytes += rounded
-        return MemoryPointer(PooledMemory(self, block, size), 0)
-
-    def free_all_blocks(self, stream: Any = None) -> None:
-        """Unmaps free blocks, of one stream or of all; waits for the devices, as cudaFree does."""
-        for device in all_devices():
-            device.synchronize()
-        for (_, stream_ptr, _), blocks in list(self._free.items()):
-            while blocks and (stream is None or stream.ptr == stream_ptr):
-                block = blocks.pop()
-                address_space.remove(block)
-                self._total_bytes -= block.size
-
-    def total_bytes(self) -> int:
-        return self._total_bytes
-
-    def free_bytes(self) -> int:
-        return sum(block.size for blocks in list(self._free.values()) for block in blocks)
-
-    def _release(self, block: Block) -> None:
-        # Runs whenever an array is collected, in any thread: appending to a list needs no lock.
-        self._free[block.device_id, block.stream_ptr, block.size].append(block)
+_free: defaultdict[tuple[int, int, int], list[Block]] = defaultdict(list)  # by device, stream and rounded size
 
 
 class MemoryPointer:
@@ -185,57 +99,93 @@ class MemoryPointer:
         offset: bytes from its beginning.
     """
 
-    def __init__(self, mem: BaseMemory, offset: int) -> None:
-        self.mem = mem
-        self.ptr = mem.ptr + offset
-        self.device_id = mem.device_id
-
-    @property
-    def device(self) -> Device:
-        return Device(self.device_id)
-
-    def __int__(self) -> int:
-        return self.ptr
+    def __init__(self, mem: UnownedMemory, offset: int) -> None:
+        self.mem, self.ptr, self.device_id = mem, mem.ptr + offset, mem.device_id
 
     def __add__(self, offset: int) -> MemoryPointer:
         return MemoryPointer(self.mem, self.ptr - self.mem.ptr + offset)
 
-    def __repr__(self) -> str:
-        return f"<MemoryPointer 0x{self.ptr:x} device={self.device_id} mem={self.mem!r}>"
-
     def host_view(self, shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...] | None) -> np.ndarray:
-        """Returns a view for work on a stream; it keeps the memory mapped, but not allocated."""
+        """A view for work on a stream; it keeps the memory mapped, but not allocated."""
         block = self.mem.block
         if block is None:
             return np.ndarray(shape, dtype, strides=strides)
         return np.ndarray(shape, dtype, block.bytes, self.ptr - block.address, strides)
 
-    def copy_from_host_async(self, mem: Any, size: int, stream: Any = None) -> None:
-        """Copies from an address of the host: pinned memory is read when the stream gets there, other memory now."""
-        source = host_bytes(mem, size)
-        if not pinned_memory.is_pinned(source.ctypes.data, size):
-            source = source.copy()
-        self._copy(device_bytes(self.ptr, size), source, stream)
-
     def copy_from_device_async(self, src: MemoryPointer, size: int, stream: Any = None) -> None:
         """Copies from another place in device memory."""
-        self._copy(device_bytes(self.ptr, size), device_bytes(src.ptr, size), stream)
-
-    @staticmethod
-    def _copy(target: np.ndarray, source: Any, stream: Any) -> Any:
-        queue = current_queue() if stream is None else stream._queue()
-        return queue.submit(lambda: np.copyto(target, source))
-
-
-def host_bytes(mem: Any, size: int) -> np.ndarray:
-    """Returns memory of the host, given its address as a c_void_p or a number."""
-    address = mem.value if isinstance(mem, ctypes.c_void_p) else int(mem)
-    return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
-
-
-default_pool = MemoryPool()
+        target, source = device_bytes(self.ptr, size), device_bytes(src.ptr, size)
+        (current_queue() if stream is None else stream._queue()).submit(lambda: np.copyto(target, source))
 
 
 def alloc(size: int) -> MemoryPointer:
-    """Returns memory of the pool, for the current stream."""
-    return default_pool.malloc(size)
+    """Memory for the current stream: at once that of an array of the same stream that was just dropped."""
+    device_id, stream = current_device().device_id, current_queue()
+    stream.device.check()
+    if size == 0:
+        return MemoryPointer(UnownedMemory(0, 0, None, device_id), 0)
+    rounded = -(-size // _ROUNDING_BYTES) * _ROUNDING_BYTES
+    try:
+        block = _free[device_id, stream.ptr, rounded].pop()
+        if stream.capture is None:
+            stream.submit(block.poison)  # shows to whatever other stream still uses it
+    except IndexError:
+        block = Block(rounded, device_id, stream.ptr)
+        with _looking:
+            _blocks[block.address] = block
+            bisect.insort(_addresses, block.address)
+    return MemoryPointer(UnownedMemory(block.address, size, _Loan(block)), 0)
+
+
+# -- Pinned memory: copies from and to it are asynchronous, and its pool, too, gives freed memory away at once ---------
+
+_pinned: dict[int, bytearray] = {}  # by address; never unmapped
+_free_pinned: defaultdict[int, list[bytearray]] = defaultdict(list)  # by size
+
+
+class _Pinned:
+    """The attributes of a PinnedMemoryPointer, beside its bytes."""
+
+    storage: bytearray
+    ptr: int
+
+    def size(self) -> int:
+        """The bytes that there are: as many as were asked for, rounded up."""
+        return len(self.storage)
+
+    def __del__(self) -> None:
+        _free_pinned[len(self.storage)].append(self.storage)
+
+
+@functools.cache
+def _pointer_type(size: int) -> type:
+    """A type with the buffer protocol, which a class in Python cannot have by itself before 3.12."""
+    return type("PinnedMemoryPointer", (_Pinned, ctypes.c_uint8 * size), {})
+
+
+def alloc_pinned_memory(size: int) -> _Pinned:
+    """Pinned memory; np.frombuffer needs its `count`, because there may be more."""
+    rounded = 1 << (max(size, _ROUNDING_BYTES) - 1).bit_length()
+    try:
+        storage = _free_pinned[rounded].pop()
+    except IndexError:
+        storage = bytearray(b"\xff" * rounded)
+    pointer = _pointer_type(rounded).from_buffer(storage)
+    pointer.storage, pointer.ptr = storage, ctypes.addressof(pointer)
+    _pinned[pointer.ptr] = storage
+    return pointer
+
+
+def is_pinned(array: np.ndarray) -> bool:
+    """Whether a host array's memory is pinned."""
+    begin, end = array.ctypes.data, array.ctypes.data + array.nbytes
+    return any(address <= begin and end <= address + len(held) for address, held in list(_pinned.items()))
+
+
+def unowned(array: np.ndarray) -> np.ndarray:
+    """The same memory, which this does not keep: cudaMemcpyAsync knows an address, and not whose it is.
+
+    Source: CuPy, cupy/cuda/pinned_memory.pyx: what is collected goes back to its pool, whatever is queued for it.
+    """
+    room = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
+    return np.ndarray(array.shape, array.dtype, room, strides=array.strides)

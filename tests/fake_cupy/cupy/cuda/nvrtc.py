@@ -1,4 +1,4 @@
-"""The compiler of kernels; the stand-in knows its kernels by name, and has one in any case."""
+"""The compiler of kernels; the fake knows its kernels by name, and has one in any case."""
 
 from __future__ import annotations
 
