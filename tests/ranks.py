@@ -98,14 +98,20 @@ PLACES = {
     "gpu": Place({"backend": "nccl", "allow_shared_gpu": True}, mark="gpu"),
 }
 
+#: What each communicator does is tested on these, with their numbers of ranks; SEVERAL: where there are others.
+EVERYWHERE = {"local": (1,), "shm": (1, 2, 3), "fake": (1, 2, 3), "mpi": (1, 2, 3)}
+SEVERAL = {"shm": (2, 3), "fake": (2, 3), "mpi": (2, 3)}
+ON_GPU = {"gpu": (1, 2)}
+
 
 class Call(NamedTuple):
-    """One call for all ranks: a function of a test file, and its arguments, pickled."""
+    """One call for all ranks, perhaps their only one: a function of a test file, and its arguments, pickled."""
 
     file: str
     module: str
     function: str
     arguments: bytes
+    is_only: bool = False
 
 
 class RankFailures(AssertionError):
@@ -350,7 +356,7 @@ def _outcome(call: Call, comm: Any) -> tuple[Any, ...]:
         function = inspect.unwrap(getattr(_module(call), call.function))
         mine = {"rank" if isinstance(comm, int) else "comm": comm}
         result = function(**mine, **pickle.loads(call.arguments))
-        if not isinstance(comm, int) and not comm.closed:
+        if not isinstance(comm, int) and not comm.closed and not call.is_only:
             comm.barrier()  # a body that leaves the ranks out of step fails itself, not the next test
         return "passed", result
     except pytest.skip.Exception as skipped:
@@ -440,7 +446,7 @@ def run_test(item: pytest.Function) -> bool | None:
         pool(place, size, **settings).run(call)
         return True
     ranks = Ranks(place, size, joins=name == "comm", **settings)
-    ranks.run(call, ends=ends)
+    ranks.run(call._replace(is_only=True), ends=ends)
     ranks.close(apart_from=frozenset(ends))
     return True
 

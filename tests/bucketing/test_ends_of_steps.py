@@ -1,170 +1,384 @@
-"""How a step may end: twice, empty, with a callback that leaves, with its group; and what is left then."""
+"""How a step ends: by a flush, an exception, a killed rank, or never; and that what it held is free afterwards."""
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 import threading
 import time
-from typing import Any
+import weakref
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync.communicators.local import local_communicator
-from rank_processes import run_ranks
+from arrays import arrays_of
+from bucketing.reference import in_a_group, step
+from commands import wait_until
 
-SHAPES = {"a": ((3,), "float32"), "b": ((2, 2), "float32")}
+SHAPES = dict.fromkeys("abc", ((10,), "float64"))
+MODES = {
+    "plain": {},
+    "parameters": {"parameters": SHAPES},
+    "views": {"parameters": SHAPES, "gradient_as_bucket_view": True},
+    "values": {"nonfinite": "raise", "clip_norm": 1e9},
+    "zeros": {"parameters": SHAPES, "missing": "zero"},
+    "hook": {},
+}
 
 
-def test_a_flush_within_the_block_is_not_followed_by_a_step_of_zeros() -> None:
-    callback = gs.AllreduceCallback(
-        "mean", local_communicator(), parameters=SHAPES, gradient_as_bucket_view=True, missing="zero", nonfinite="skip"
-    )
-    views = callback.gradient_buffers()
-    for names in (("a", "b"), ("a",)):
+def make(comm, mode):
+    """A callback of which two gradients fill a bucket."""
+    sync = gs.AllreduceCallback("sum", comm, threshold_bytes=160, **MODES[mode])
+    if mode == "hook":
+        sync.register_hook(lambda bucket: bucket.communicator.all_reduce(bucket.buffer, bucket.op))
+    return sync
+
+
+# -- Exceptions --------------------------------------------------------------------------------------------------------
+
+
+def fail_in_the_middle(comm, mode, where, error):
+    """Rank 1 raises in the third of four steps; returns what this rank saw."""
+    arrays = arrays_of(comm)
+    sync, futures = make(comm, mode), []
+    try:
+        for number in range(4):
+            futures.clear()
+            with sync.backward():
+                for at, name in enumerate("abc"):
+                    futures.append(sync(name, arrays.put(np.ones(10))))
+                    if (comm.rank, number, at) == (1, 2, where):
+                        raise error
+    except (ValueError, KeyboardInterrupt) as raised:
+        assert raised is error
+        outcome = "raised"
+    except gs.RankFailed as raised:
+        assert raised.rank == 1
+        assert type(error).__name__ in str(raised)
+        outcome = "told"
+    assert all(future.done() for future in futures)
+    cancelled = [isinstance(future.exception(), gs.GradientCancelled) for future in futures]
+    with pytest.raises(gs.CommunicatorClosed):
+        comm.barrier()
+    with pytest.raises(gs.CommunicatorClosed):
+        step(sync, {"a": arrays.put(np.ones(10))})
+    return outcome, any(cancelled) if outcome == "raised" else None
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("error", [ValueError("no such batch"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("where", [0, 2])
+def test_an_exception_in_backward_reaches_the_other_ranks(run_in_group, mode, error, where):
+    told, raised, also_told = run_in_group(3, fail_in_the_middle, mode, where, error)
+    assert told[0] == also_told[0] == "told"
+    assert raised[0] == "raised"
+    assert raised[1] or where  # what was not reduced is cancelled
+
+
+@pytest.mark.ranks(2, on=("fake",), fresh=True)  # NCCL's communicators of one process fail together
+@pytest.mark.parametrize("mode", ["plain", "views", "hook"])
+def test_an_exception_in_backward_reaches_the_other_gpus(comm, mode):
+    outcome, _ = fail_in_the_middle(comm, mode, 2, ValueError("no such batch"))
+    assert outcome == ("raised" if comm.rank else "told")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_exception_cancels_and_the_next_step_is_right(alone, mode):
+    sync = make(alone, mode)
+    for _ in range(2):
+        with pytest.raises(KeyError), sync.backward():
+            future = sync("a", np.ones(10))
+            raise KeyError("x")
+        with pytest.raises(gs.GradientCancelled, match="KeyError"):
+            future.result()
+        results = step(sync, {name: np.full(10, 3.0) for name in "abc"})
+        assert all((result == 3).all() for result in results.values())
+
+
+@pytest.mark.ranks(3, on=("shm", "fake"), ends={1: -signal.SIGKILL})
+def test_a_killed_rank_is_named_on_the_others(comm):
+    arrays, sync = arrays_of(comm), make(comm, "plain")
+    with pytest.raises(gs.RankFailed) as raised:
+        for number in range(4):
+            with sync.backward():
+                for name in "abc":
+                    sync(name, arrays.put(np.ones(10)))
+                    if (comm.rank, number, name) == (1, 2, "b"):
+                        os.kill(os.getpid(), signal.SIGKILL)
+    assert raised.value.rank == 1
+
+
+@pytest.mark.ranks(3)
+def test_a_mismatch_of_some_ranks_is_a_failure_to_the_others(comm):
+    """Two of three ranks leave the block by a PlanMismatch that the third has not had."""
+
+    def train(group):
+        some = group.new_group([0, 1])
+        sync, results = gs.AllreduceCallback("sum", group), []
+        for number in range(3):
+            try:
+                with sync.backward():
+                    if number == 1 and group.rank < 2:
+                        some.all_reduce(np.ones(3 + group.rank))
+                    future = sync("w", np.full(4, 10.0**number))
+                results.append(future.result()[0])
+            except gs.GradsyncError as error:
+                results.append(type(error))
+        return results
+
+    middle = gs.PlanMismatch if comm.rank < 2 else gs.RankFailed
+    assert in_a_group(comm, train) == [3.0, middle, gs.CommunicatorClosed]
+
+
+@pytest.mark.ranks(2)
+def test_a_failed_step_that_flushed_itself_is_not_flushed_again(comm):
+    """On rank 0 the error may come out of the last gradient, on rank 1, which lacks one, out of the flush."""
+    parameters = dict.fromkeys("ab", ((4,), "float64"))
+    sync = gs.AllreduceCallback("sum", comm, parameters=parameters, missing="zero", nonfinite="raise")
+    for number in range(4):
+        errors, value = [], np.nan if number == 1 else 10.0**number
+        first = None
+        for name in ("a", None) if comm.rank else ("a", "b", None):
+            try:
+                if name is None:
+                    sync.flush()
+                elif first is None:
+                    first = sync(name, np.full(4, value))
+                else:
+                    sync(name, np.full(4, value))
+            except gs.NonFiniteGradient as error:
+                errors.append(error)
+        assert bool(errors) == (number == 1)
+        assert errors or first.result()[0] == 2 * value
+
+
+# -- Flush -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_flush_within_the_block_is_not_followed_by_a_step_of_zeros(alone):
+    options = {"gradient_as_bucket_view": True, "missing": "zero", "nonfinite": "skip"}
+    sync = gs.AllreduceCallback("mean", alone, parameters=SHAPES, **options)
+    views = sync.gradient_buffers()
+    for names in ("abc", "a"):
         for view in views.values():
             view[...] = np.inf
-        with callback.backward():
-            for name in names:
-                callback(name, views[name])
-            callback.flush()
-        assert np.isinf(views["a"]).all()
-        assert callback.skip_step
-        assert list(callback.filled) == [name for name in SHAPES if name not in names]
-    assert callback.statistics.steps == 2
-
-
-def test_a_step_whose_gradients_have_all_come_wants_its_flush_all_the_same() -> None:
-    callback = gs.AllreduceCallback("mean", parameters=SHAPES)
-    with (
-        pytest.raises(gs.InvalidArgument, match="gradients of all parameters were handed over, and their step has not"),
-        gs.init_process_group("local", rank=0, world_size=1),
-    ):
-        for name, (shape, dtype) in SHAPES.items():
-            callback(name, np.ones(shape, dtype))
-
-
-def test_an_empty_step_with_zeros_follows_a_full_one() -> None:
-    callback = gs.AllreduceCallback("mean", local_communicator(), parameters=SHAPES, missing="zero")
-    with callback.backward():
-        for name, (shape, dtype) in SHAPES.items():
-            callback(name, np.ones(shape, dtype))
-    with callback.backward():
-        pass
-    assert list(callback.filled) == list(SHAPES)
-    assert callback.statistics.steps == 2
-
-
-@pytest.mark.parametrize("hook", [None, lambda bucket: bucket.buffer])
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_done_callback_that_leaves_keeps_no_other_gradient_from_its_end(fails: bool, hook: Any) -> None:
-    callback = gs.AllreduceCallback("sum", local_communicator())
-    callback.register_hook(hook)
-
-    def leave(_: Any) -> None:
-        raise SystemExit(3)
-
-    gradients = [np.ones(2, dtype) for dtype in ("float32", "float64", "complex64")]
-    futures = [callback(number, gradient) for number, gradient in enumerate(gradients)]
-    for future in futures:
-        future.add_done_callback(leave)
-    with pytest.raises(SystemExit), callback.backward():
-        if fails:
-            raise ValueError("no such batch")
-    assert all(future.done() for future in futures)
-    assert all(isinstance(future.exception(), gs.GradientCancelled) == fails for future in futures)
-    with callback.backward():
-        future = callback(0, gradients[0])
-    assert (future.result() == 1).all()
-
-
-def test_a_group_that_has_ended_does_not_hold_the_callback() -> None:
-    callback = gs.AllreduceCallback("mean")
-    with (
-        pytest.raises(gs.InvalidArgument, match="never reduced"),
-        gs.init_process_group("local", rank=0, world_size=1),
-    ):
-        future = callback("w", np.ones(2))
-    with gs.init_process_group("local", rank=0, world_size=1):
-        again = callback("w", np.ones(2))
-        callback.flush()
-    with pytest.raises(gs.GradientCancelled, match="the process group ended before"):
-        future.result()
-    assert (again.result() == 1).all()
-
-
-def test_figures_of_the_last_step_go_with_a_failed_one() -> None:
-    callback = gs.AllreduceCallback("sum", local_communicator(), clip_norm=float("inf"), nonfinite="raise")
-    callback("w", np.array([3.0, 4.0]))
-    callback.flush()
-    assert callback.norm == 5
-    callback("w", np.array([np.nan]))
-    with pytest.raises(gs.NonFiniteGradient, match="'w' on rank 0"):
-        callback.flush()
-    assert callback.norm is None
-    assert not callback.skip_step
-
-
-def test_views_of_a_place_in_another_form_are_that_place() -> None:
-    parameters = {"row": ((1, 3), "float32"), "shared": ((2,), "float64"), "too": ((2,), "float64")}
-    callback = gs.AllreduceCallback("sum", local_communicator(), parameters=parameters, gradient_as_bucket_view=True)
-    views = callback.gradient_buffers()
-    views["row"][...] = 7
-    outside = np.full(2, 2.0)
-    with callback.backward():
-        row = callback("row", views["row"].reshape(-1)[None])
-        copies = [callback(name, outside) for name in ("shared", "too")]  # copied: sharing harms nobody
-    assert row.result().base is views["row"].base
-    assert (row.result() == 7).all()
-    assert [future.result().tolist() for future in copies] == [[2, 2], [2, 2]]
-
-
-def hand_over_in_two_threads(comm: Any) -> list[str]:
-    """Rank 1 lets rank 0's bucket wait; meanwhile another thread of rank 0 uses its callback."""
-    sync, waits, told = gs.AllreduceCallback("sum", comm, threshold_bytes=8), threading.Event(), []
-    with sync.backward():
-        if comm.rank == 1:
-            waits.wait(0.3)
-        else:
-
-            def second() -> None:
-                waits.wait(0.1)
-                for call in (lambda: sync("b", np.ones(1)), sync.flush):
-                    try:
-                        call()
-                    except gs.InvalidArgument as error:
-                        told.append(str(error))
-
-            thread = threading.Thread(target=second)
-            thread.start()
-        first = sync("a", np.ones(1))  # fills its bucket
-        if comm.rank == 0:
-            thread.join()
-        second_future = sync("b", np.ones(1))
-    assert (first.result() == 2).all()
-    assert (second_future.result() == 2).all()
-    return told
-
-
-def test_a_second_thread_in_a_callback_is_told_so() -> None:
-    told, _ = run_ranks(2, hand_over_in_two_threads)
-    assert [text.split(" was called ")[0] for text in told] == ["rank 0/2: callback(param, grad)", "rank 0/2: flush()"]
-    assert all("was still running" in text and "one thread at a time" in text for text in told)
-
-
-def count_meetings(comm: Any, options: dict[str, Any]) -> int:
-    sync, gradients = gs.AllreduceCallback("mean", comm, **options), [np.ones(3) for _ in range(2)]
-    for _ in range(3):
-        before, seconds = comm.recorder.begun, sync.statistics.communication_seconds
         with sync.backward():
-            for number, gradient in enumerate(gradients):
-                sync(number, gradient)
-            if comm.rank == 1:
-                time.sleep(0.05)
-    assert comm.rank == 1 or sync.statistics.communication_seconds - seconds > 0.04  # waiting in the flush too
-    return comm.recorder.begun - before
+            for name in names:
+                sync(name, views[name])
+            sync.flush()
+        assert np.isinf(views["a"]).all()
+        assert sync.skip_step
+    assert sync.statistics.steps == 2
 
 
-@pytest.mark.parametrize("options", [{}, {"nonfinite": "raise"}, {"clip_norm": 1.0, "nonfinite": "skip"}])
-def test_a_step_ends_with_one_meeting_of_the_ranks(options: dict[str, Any]) -> None:
-    assert run_ranks(2, count_meetings, options) == [2, 2]  # one is the bucket's
+@pytest.mark.ranks(2)
+def test_a_second_thread_in_a_callback_is_refused(comm, tmp_path):
+    """Rank 1 comes late to rank 0's flush; meanwhile another thread of rank 0 uses the callback."""
+    sync, over = gs.AllreduceCallback("sum", comm), tmp_path / "over"
+    step(sync, {"a": np.ones(1)})
+    first = sync("a", np.ones(1))
+    if comm.rank:
+        wait_until(over.exists)
+        sync.flush()
+    else:
+        main = threading.Thread(target=sync.flush)
+        main.start()
+
+        def is_refused():
+            with pytest.raises(gs.InvalidArgument) as raised:
+                sync("b", None)  # refused in any case, and for the other reason once the flush has begun
+            return "thread" in str(raised.value)
+
+        wait_until(is_refused)
+        with pytest.raises(gs.InvalidArgument, match="thread"):
+            sync.flush()
+        over.touch()
+        main.join()
+    assert (first.result() == 2).all()
+
+
+@pytest.mark.ranks(2)
+def test_statistics_count_the_wait_for_other_ranks(comm):
+    sync = gs.AllreduceCallback("mean", comm)
+    step(sync, {"w": np.ones(3)})
+    before = sync.statistics.communication_seconds
+    with sync.backward():
+        sync("w", np.ones(3))
+        if comm.rank:
+            time.sleep(0.05)  # what is measured
+    assert comm.rank or sync.statistics.communication_seconds - before > 0.04
+
+
+# -- Forgotten gradients -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("options", [{}, {"parameters": {"w": ((3,), "float64")}}], ids=repr)
+def test_leaving_a_group_with_gradients_that_were_never_flushed_raises(options, is_kept):
+    with pytest.raises(gs.InvalidArgument), gs.init_process_group("local"):
+        sync = gs.AllreduceCallback("mean", **options)
+        future = sync("w", np.ones(3))
+        if not is_kept:
+            del sync
+            gc.collect()
+    if is_kept and not options:
+        assert isinstance(future.exception(), gs.GradientCancelled)
+        with gs.init_process_group("local"):  # the callback goes on in the next one
+            assert step(sync, {"w": np.ones(3)})["w"].tolist() == [1.0] * 3
+
+
+@pytest.mark.ranks(2, on=("shm", "fake"), fresh=True)
+def test_each_rank_that_leaves_with_forgotten_gradients_raises(comm):
+    sync = gs.AllreduceCallback("mean")
+    future = sync("w", arrays_of(comm).put(np.ones(3)))
+    with pytest.raises(gs.InvalidArgument, match=f"rank {comm.rank}/2.*'?w'?"):
+        gs.destroy_process_group()
+    assert isinstance(future.exception(), gs.GradientCancelled)
+
+
+SCRIPT = """
+import os, sys
+import numpy as np
+import gradsync as gs
+
+how = sys.argv[1]
+with_block = gs.init_process_group("local")
+sync = gs.AllreduceCallback()
+sync("weights", np.ones(3))
+if how == "flushed":
+    sync.flush()
+elif how == "aborted":
+    with_block.abort("enough")
+elif how == "raises":
+    raise KeyError("lost")
+elif how == "exits":
+    sys.exit(3)
+elif how == "destroys while it raises":
+    try:
+        raise KeyError("lost")
+    finally:
+        gs.destroy_process_group()
+elif how == "destroys":
+    gs.destroy_process_group()
+elif how == "forks":
+    pid = os.fork()
+    if pid == 0:
+        sys.exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    sync.flush()
+print("the last line")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "is_told"),
+    [
+        ("ends", 0, True),
+        ("exits", 3, True),
+        ("destroys", 1, True),
+        ("flushed", 0, False),
+        ("aborted", 0, False),
+        ("forks", 0, False),
+        ("raises", 1, False),  # what it raises says more
+        ("destroys while it raises", 1, False),
+    ],
+)
+def test_the_end_of_a_program_tells_of_forgotten_gradients(cli, script, how, code, is_told):
+    done = cli.python("-W", "ignore::DeprecationWarning", script(SCRIPT), how)
+    assert done.code == code, done
+    assert ("'weights'" in done.err) == is_told, done
+    assert ("the last line" in done.out) == (how in ("ends", "flushed", "aborted", "forks"))
+    assert ("KeyError: 'lost'" in done.err) == ("raises" in how)
+
+
+# -- What a step holds -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "nonfinite": "skip"}, {"parameters": SHAPES}], ids=repr)
+@pytest.mark.parametrize("place", ["shm", "fake"])
+def test_gradients_that_the_program_drops_are_freed(run_on_ranks, place, options):
+    def train(comm):
+        sync = gs.AllreduceCallback("mean", comm, threshold_bytes=160, **options)
+        arrays, gone = arrays_of(comm), []
+
+        def made():
+            return {name: arrays.put(np.ones(10)) for name in "abc"}
+
+        gc.disable()  # by counts of references alone
+        try:
+            for number in range(4):
+                mine = made()
+                for _ in range(1 + number % 2):
+                    step(sync, mine)
+                dropped = [weakref.ref(array) for array in mine.values()]
+                del mine
+                step(sync, made())
+                if comm.device != "cpu":  # held until their launch has been seen to end
+                    wait_until(lambda dropped=dropped: all(reference() is None for reference in dropped))
+                gone += [reference() is None for reference in dropped]
+        finally:
+            gc.enable()
+        return gone
+
+    assert run_on_ranks(2, train, on=place) == [[True] * 12] * 2
+
+
+# -- Arrays in flight: what holds whether they are locked, as now, or not ----------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way_out", ["flush", "exception", "refused", "mismatch", "closed"])
+def test_after_every_way_out_gradients_are_as_writeable_as_they_were(run_in_group, ranks, way_out):
+    def use(group):
+        base, fixed = np.ones((4, 6)), np.ones(3)
+        fixed.setflags(write=False)
+        gradients = {"a": np.ones(10), "b": base[::2, 1:4], "c": np.asfortranarray(base), "d": fixed}
+        sync = gs.AllreduceCallback("sum", group)
+        for _ in range(2):  # the arrays come again
+            step(sync, gradients)
+        names = "abc" if way_out == "mismatch" and group.rank else "abcd"
+        futures = [sync(name, gradients[name]) for name in names]
+        if way_out == "flush":
+            sync.flush()
+        elif way_out == "exception":
+            with pytest.raises(KeyError), sync.backward():
+                raise KeyError("no such batch")
+        elif way_out == "refused":
+            with pytest.raises(gs.InvalidArgument):
+                sync("none", None)
+            sync.flush()
+        elif way_out == "mismatch":
+            with pytest.raises(gs.PlanMismatch) if group.world_size > 1 else nullcontext():
+                sync.flush()
+        else:
+            group.close()
+            with pytest.raises(gs.CommunicatorClosed):
+                sync.flush()
+        assert all(future.done() for future in futures)
+        base[...] = gradients["a"][...] = gradients["b"][...] = gradients["c"][...] = 1.0
+        return fixed.flags.writeable
+
+    assert run_in_group(ranks, use) == [False] * ranks
+
+
+@pytest.mark.ranks(2)
+def test_an_array_that_another_callback_has_in_flight_is_refused_or_reduced_by_both(comm):
+    """Never taken for a read-only one, which would get a fresh result without a word."""
+    first, second = gs.AllreduceCallback("sum", comm, name="first"), gs.AllreduceCallback("sum", comm, name="second")
+    gradient = np.ones(3)
+    for sync in (first, second):  # known to both from earlier steps
+        for _ in range(3):
+            gradient[...] = 1.0
+            step(sync, {"w": gradient})
+    first("w", gradient)
+    try:
+        future = second("w", gradient)
+    except gs.InvalidArgument:
+        future = None
+    first.flush()
+    second.flush()
+    assert future is None or future.result() is gradient
+    assert gradient.tolist() == [4.0 if future is None else 8.0] * 3

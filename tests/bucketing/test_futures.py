@@ -1,4 +1,4 @@
-"""A gradient's future: not ready before its bucket is reduced, and ready for ever after."""
+"""The future of a gradient: not ready before its value is final, ready for ever after, and its own error."""
 
 from __future__ import annotations
 
@@ -6,223 +6,206 @@ import copy
 import os
 import pickle
 import threading
-import time
-from functools import partial
 from queue import SimpleQueue
-from typing import Any
 
 import numpy as np
 import pytest
 
 import gradsync as gs
-from contract import expect
-from gradsync.communicators.local import local_communicator
-from kits import make_kit
-from places import GPU, SHM, STAND_IN, Place, on
-from rank_processes import run_ranks
+from arrays import arrays_of
+from bucketing.reference import step
+from commands import wait_until
+
+REASON = "until bucketing is rebuilt"
 
 
-def ask_too_early(comm: Any, kit_name: str) -> None:
-    kit = make_kit(comm, kit_name)
+def in_thread(function):
+    """What it returns or raises in another thread."""
+    answers = SimpleQueue()
+
+    def run():
+        try:
+            answers.put(function())
+        except Exception as error:
+            answers.put(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return answers.get()
+
+
+@pytest.mark.ranks(1, 2, on=("shm", "fake", "gpu"))
+def test_not_ready_before_its_value_is(comm):
+    arrays = arrays_of(comm)
     sync = gs.AllreduceCallback("sum", comm)
-    future = sync("w", kit.put(np.full((2, 3), comm.rank + 1.0)))
+    future = sync("w", arrays.put(np.full((2, 3), comm.rank + 1.0)))
     for ask in ("shape", "dtype", "device"):
-        expect(gs.FutureNotReady, lambda ask=ask: getattr(future, ask), f"{ask} of the gradient of 'w' is not ready")
-    for ask in ("numpy", "exception", "result", "wait"):
-        expect(gs.FutureNotReady, getattr(future, ask), "the gradient of 'w' is not ready")
-    expect(gs.FutureNotReady, lambda: np.asarray(future), "the gradient of 'w' is not ready")
+        with pytest.raises(gs.FutureNotReady):
+            getattr(future, ask)
+    for ask in (future.numpy, future.exception, future.result, future.wait, lambda: np.asarray(future)):
+        with pytest.raises(gs.FutureNotReady):
+            ask()
     assert not future.done()
     assert "pending" in repr(future)
-
-    seen: list[Any] = []
+    seen, late = [], []
     future.add_done_callback(lambda done: seen.append(("before", done)))
     future.add_done_callback(lambda done: 1 / 0)  # logged, and harmless
-    late: list[Any] = []
     for wrong in ("1", float("nan"), -1):
-        confused = threading.Thread(
-            target=lambda wrong=wrong: late.append(expect(gs.InvalidArgument, lambda: future.result(wrong)))
-        )
-        confused.start()
-        confused.join(30)
-        assert "needs timeout to be a number of seconds" in str(late.pop())
-    waiter = threading.Thread(target=lambda: late.append(kit.get(future.result())))
-    hurried = threading.Thread(target=lambda: late.append(expect(gs.CollectiveTimeout, lambda: future.result(0.01))))
-    hurried.start()
-    hurried.join(30)
-    text = str(late.pop())
-    assert "was not reduced within 0.01 s" in text
-    assert "flush()" in text
+        assert isinstance(in_thread(lambda wrong=wrong: future.result(wrong)), gs.InvalidArgument)
+    assert isinstance(in_thread(lambda: future.result(0.01)), gs.CollectiveTimeout)
+    waiter = threading.Thread(target=lambda: late.append(arrays.get(future.result())))
     waiter.start()
     sync.flush()
-    waiter.join(30)
-
+    waiter.join()
     wanted = np.full((2, 3), comm.world_size * (comm.world_size + 1) / 2)
-    assert (late[0] == wanted).all()
-    assert (future.numpy() == wanted).all()
-    for array in (np.asarray(future), np.array(future, np.float32), 0.0 * wanted + future):
+    for array in (late[0], future.numpy(), np.asarray(future), np.array(future, np.float32), 0.0 * wanted + future):
         assert (array == wanted).all()
-    if kit_name == "numpy":
-        assert np.asarray(future) is future.result()
-        assert not np.shares_memory(np.array(future), future.result())
     assert future.result() is future.result()
     assert (future.shape, np.dtype(future.dtype)) == ((2, 3), np.float64)
-    assert (str(future.device) == "cpu") == (kit_name == "numpy")
+    assert (str(future.device) == "cpu") == (comm.device == "cpu")
     future.wait()
     assert future.exception() is None
-    assert "ready" in repr(future)
     for wrong in ("1", float("nan"), -1):  # an error too where there is nothing to wait for
-        expect(gs.InvalidArgument, lambda wrong=wrong: future.result(wrong), "needs timeout to be a number of seconds")
-        expect(gs.InvalidArgument, lambda wrong=wrong: future.wait(timeout=wrong), "needs timeout to be a number")
-    expect(gs.InvalidArgument, lambda: future.add_done_callback(3), "add_done_callback needs a function")
+        with pytest.raises(gs.InvalidArgument):
+            future.result(wrong)
+        with pytest.raises(gs.InvalidArgument):
+            future.wait(timeout=wrong)
+    with pytest.raises(gs.InvalidArgument):
+        future.add_done_callback(3)
     future.add_done_callback(lambda done: seen.append(("after", done)))
-    while len(seen) < 2:  # on a GPU they run in a thread of the communicator
-        threading.Event().wait(0.01)
+    wait_until(lambda: len(seen) == 2)  # on a GPU they run on another thread
     assert [what for what, _ in seen] == ["before", "after"]
     assert all(done is future for _, done in seen)
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 1, 2), *on(STAND_IN, 2), *on(GPU, 2)])
-def test_not_ready_before_the_value_is(place: Place, world_size: int) -> None:
-    place.run(world_size, ask_too_early, place.kit)
-
-
-def ask_in_a_callback(comm: Any, kit_name: str) -> None:
-    kit = make_kit(comm, kit_name)
-    sync = gs.AllreduceCallback("sum", comm)
-    over = sync("w", kit.put(np.ones(3)))
+@pytest.mark.ranks(2, on=("shm", "fake"))
+def test_a_done_callback_waits_for_no_gradient(comm):
+    arrays = arrays_of(comm)
+    sync, got = gs.AllreduceCallback("sum", comm), SimpleQueue()
+    over = sync("w", arrays.put(np.ones(3)))
     sync.flush()
-    waiting = sync("w", kit.put(np.ones(3)))
-    got: SimpleQueue[Any] = SimpleQueue()
-    over.add_done_callback(
-        lambda _: got.put(expect(gs.FutureNotReady, waiting.result, "a done-callback cannot wait for a collective"))
-    )
-    assert "call flush()" not in str(got.get(timeout=30))  # that it must not
+    waiting = sync("w", arrays.put(np.ones(3)))
+
+    def ask(_):
+        try:
+            waiting.result()
+        except gs.FutureNotReady as error:
+            got.put(error)
+
+    over.add_done_callback(ask)
+    assert isinstance(got.get(), gs.FutureNotReady)
     sync.flush()
-    kit.get(waiting.result())
+    assert (arrays.get(waiting.result()) == 2).all()
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 1, 2), *on(STAND_IN, 2), *on(GPU, 2)])
-def test_a_done_callback_that_waits_is_given_no_advice_that_is_refused(place: Place, world_size: int) -> None:
-    place.run(world_size, ask_in_a_callback, place.kit)
+@pytest.mark.ranks(2)
+def test_a_done_callback_cannot_hand_over_into_a_step_that_is_being_flushed(comm):
+    sync, late = gs.AllreduceCallback("sum", comm), []
+    for number in range(3):
+        future = sync("a", np.ones(4))
+        if number == 1:
+            future.add_done_callback(lambda _: late.append(sync("late", np.full(4, 7.0))))
+        sync("b", np.full(4, 100.0))
+        if number == 1:
+            with pytest.raises(gs.InvalidArgument):
+                sync.flush()
+        else:
+            sync.flush()
+            assert (future.result() == 2).all()
+    assert not late
 
 
-def test_another_thread_of_a_world_of_one_waits_as_long_as_a_collective_may_take() -> None:
-    with gs.init_process_group("local", rank=0, world_size=1, collective_timeout_seconds=0.2) as world:
+def leave(_):
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_done_callback_that_leaves_keeps_no_other_gradient_from_its_end(alone, fails, has_hook):
+    sync = gs.AllreduceCallback("sum", alone)
+    if has_hook:
+        sync.register_hook(lambda bucket: bucket.buffer)
+    futures = [sync(number, np.ones(2, dtype)) for number, dtype in enumerate(("float32", "float64", "complex64"))]
+    for future in futures:
+        future.add_done_callback(leave)
+    with pytest.raises(SystemExit), sync.backward():
+        if fails:
+            raise ValueError("no such batch")
+    assert all(isinstance(future.exception(), gs.GradientCancelled) == fails for future in futures)
+    assert step(sync, {0: np.ones(2)})[0].tolist() == [1.0, 1.0]
+
+
+def test_another_thread_waits_as_long_as_a_collective_may_take():
+    with gs.init_process_group("local", collective_timeout_seconds=0.2) as world:
         for comm in (world, world.new_group([0])):
             sync = gs.AllreduceCallback("sum", comm)
             future = sync("w", np.ones(3))
-            late: list[Any] = []
-            waiter = threading.Thread(
-                target=lambda future=future, late=late: late.append(expect(gs.CollectiveTimeout, future.result)),
-                daemon=True,  # where it waits for longer than this test
-            )
-            waiter.start()
-            waiter.join(30)
+            assert isinstance(in_thread(future.result), gs.CollectiveTimeout)
             sync.flush()
-            assert "was not reduced within 0.2 s" in str(late.pop())
 
 
-def ask_after_a_fork(comm: Any, kit_name: str) -> None:
-    """Nobody reduces gradients in the child: its threads would wait, and its own one be told to flush."""
-    kit = make_kit(comm, kit_name)
-    sync = gs.AllreduceCallback("sum", comm)
-    future = sync("w", kit.put(np.ones(3)))
-    called: list[Any] = []
+@pytest.mark.ranks(2, fresh=True, options={"collective_timeout_seconds": 1.0})
+def test_another_thread_hears_which_ranks_have_not_come(comm, tmp_path):
+    """It waits first, so that its own wait would end before the collective's, which knows who is missing."""
+    if comm.rank:
+        wait_until((tmp_path / "over").exists)
+        with pytest.raises(gs.GradsyncError):
+            comm.barrier()
+        return
+    sync, answers = gs.AllreduceCallback("sum", comm), SimpleQueue()
+    future = sync("p", np.ones(3))
+    waiter = threading.Thread(target=lambda: answers.put(in_thread(future.result)))
+    waiter.start()
+    with pytest.raises(gs.CollectiveTimeout) as raised:
+        sync.flush()
+    waiter.join()
+    (tmp_path / "over").touch()
+    for error in (raised.value, answers.get()):
+        assert error.missing_ranks == (1,)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.ranks(2, on=("shm", "fake"))
+def test_the_child_of_a_fork_gets_an_error(comm):
+    """Nobody reduces gradients there."""
+    arrays = arrays_of(comm)
+    sync, called = gs.AllreduceCallback("sum", comm), []
+    future = sync("w", arrays.put(np.ones(3)))
     future.add_done_callback(called.append)
-    array = kit.put(np.ones(3))
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            told: list[Any] = []
-            waiter = threading.Thread(target=lambda: told.append(expect(gs.CommunicatorClosed, future.result)))
-            waiter.start()
-            waiter.join(30)
-            told.append(expect(gs.CommunicatorClosed, future.result))
-            assert len(told) == 2
-            assert all("belongs to the parent process of this forked process" in str(error) for error in told)
-            assert future.done()
-            expect(gs.CommunicatorClosed, sync.flush)
-            expect(gs.CommunicatorClosed, lambda: comm.asynchronous.all_reduce(array).result())
+            assert isinstance(in_thread(future.result), gs.CommunicatorClosed)
+            for ask in (future.result, sync.flush):
+                with pytest.raises(gs.CommunicatorClosed):
+                    ask()
             assert not called  # it is the parent's
             code = 0
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     sync.flush()
-    assert (kit.get(future.result()) == comm.world_size).all()
+    assert (arrays.get(future.result()) == 2).all()
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 1, 2), *on(STAND_IN, 2)])
-def test_the_child_of_a_fork_gets_an_error(place: Place, world_size: int) -> None:
-    place.run(world_size, ask_after_a_fork, place.kit)
-
-
-def send_futures(comm: Any, kit_name: str) -> None:
-    kit = make_kit(comm, kit_name)
+@pytest.mark.ranks(2)
+def test_a_future_does_not_leave_its_process(comm):
     sync = gs.AllreduceCallback("sum", comm)
-    future = sync("w", kit.put(np.ones(3)))
+    future = sync("w", np.ones(3))
     sync.flush()
-    wanted = "cannot be pickled or copied: pass its .result()"
-    for each in (future, comm.asynchronous.all_reduce(kit.put(np.ones(3)))):
-        for send in (comm.objects.all_gather, comm.objects.broadcast):
-            expect(gs.InvalidArgument, lambda send=send, each=each: send({"loss": each}), wanted)
-        expect(gs.InvalidArgument, lambda each=each: gs.broadcast_tree({"loss": each}, communicator=comm), wanted)
-        expect(TypeError, lambda each=each: copy.copy(each), wanted)
+    for each in (future, comm.asynchronous.all_reduce(np.ones(3))):
+        for send in (comm.objects.all_gather, comm.objects.broadcast, gs.broadcast_tree):
+            with pytest.raises(gs.InvalidArgument):
+                send({"loss": each})
+        for refused in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError):
+                refused(each)
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 2), *on(STAND_IN, 2)])
-def test_a_future_does_not_leave_its_process(place: Place, world_size: int) -> None:
-    place.run(world_size, send_futures, place.kit)
-
-
-def fail_a_step(comm: Any) -> None:
-    sync = gs.AllreduceCallback("sum", comm)
-    future = sync("w", np.ones(2 + comm.rank))
-    error = expect(gs.PlanMismatch, sync.flush)
-    assert future.done()
-    assert str(future.exception()) == str(error)
-    future.wait()
-    for ask in (future.result, future.numpy, lambda: future.shape, lambda: np.asarray(future)):
-        expect(gs.PlanMismatch, ask)
-    assert "failed with PlanMismatch" in repr(future)
-
-
-def test_the_error_is_each_futures_own() -> None:
-    SHM.run(2, fail_a_step)
-
-
-def ask_before_the_bucket_is_full(comm: Any) -> list[str]:
-    """Another thread asks first, so that its wait would end before the collective's, which says who is missing."""
-    told: list[str] = []
-    if comm.rank == 1:
-        time.sleep(2.5)
-        return told
-
-    def ask(future: gs.GradientFuture) -> None:
-        try:
-            future.result()
-        except gs.CollectiveTimeout as error:
-            told.append(str(error))
-
-    sync = gs.AllreduceCallback("sum", comm)
-    waiter = threading.Thread(target=ask, args=[sync("p", np.ones(3))])
-    waiter.start()
-    time.sleep(0.4)
-    expect(gs.CollectiveTimeout, sync.flush)
-    waiter.join()
-    return told
-
-
-def test_another_thread_hears_which_ranks_have_not_come() -> None:
-    (told,), _ = run_ranks(2, ask_before_the_bucket_is_full, collective_timeout_seconds=1.0)
-    assert "rank 1" in told.partition(":")[2]
-    assert "was not reduced within" not in told
-
-
-def test_a_future_computes_with_arrays_and_is_no_array_itself() -> None:
-    sync = gs.AllreduceCallback("sum", local_communicator())
+def test_a_future_computes_with_arrays_and_is_no_array_itself(alone):
+    sync = gs.AllreduceCallback("sum", alone)
     with sync.backward():
         future = sync("w", np.full(3, 2.0))
     for array in (np.full(3, 5.0), np.float64(5), np.int32(5), np.array(5.0)):
@@ -233,8 +216,60 @@ def test_a_future_computes_with_arrays_and_is_no_array_itself() -> None:
     weights -= future
     assert (weights == 3).all()
     for other in (3, 0.5, "text"):
-        expect(TypeError, lambda other=other: future + other, "'GradientFuture'")
-    for name in ("mean", "_mean", "__len__", "__deepcopy__", "__array_interface__"):
+        with pytest.raises(TypeError):
+            future + other
+    for name in ("mean", "_mean", "__len__", "__array_interface__"):
         assert not hasattr(future, name)
-    for refused in (pickle.dumps, copy.copy, copy.deepcopy):
-        expect(TypeError, partial(refused, future), "cannot be pickled or copied")
+
+
+# -- Failed steps ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, on=("shm", "fake"))
+def test_the_future_of_a_failed_step_raises_its_error(comm):
+    arrays = arrays_of(comm)
+    sync = gs.AllreduceCallback("sum", comm)
+    future = sync("w", arrays.put(np.ones(2 + comm.rank)))
+    with pytest.raises(gs.PlanMismatch) as raised:
+        sync.flush()
+    assert future.done()
+    assert str(future.exception()) == str(raised.value)
+    for ask in (future.result, future.numpy, lambda: future.shape, lambda: np.asarray(future)):
+        with pytest.raises(gs.PlanMismatch):
+            ask()
+    assert "failed with PlanMismatch" in repr(future)
+
+
+def fail_and_wait(comm):
+    sync = gs.AllreduceCallback("mean", comm)
+    future = sync("a" if comm.rank else "b", np.ones(2))
+    with pytest.raises(gs.PlanMismatch):
+        sync.flush()
+    try:
+        future.wait()
+    except gs.PlanMismatch:
+        return "raised"
+    return "returned"
+
+
+@pytest.mark.xfail(raises=AssertionError, reason=REASON)
+def test_wait_raises_what_result_raises(run_on_ranks):
+    assert run_on_ranks(2, fail_and_wait) == ["raised"] * 2
+
+
+def ask_early(comm, options):
+    """What a future says after the bucket of its gradient is full, before the flush."""
+    sync = gs.AllreduceCallback("sum", comm, threshold_bytes=16, **options)
+    first = sync("a", np.full(4, 100.0))
+    sync("b", np.ones(4))
+    is_early = first.done()
+    sync.flush()
+    return is_early, first.done(), float(first.result()[0])
+
+
+@pytest.mark.xfail(raises=AssertionError, reason=REASON)
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_norm": 1e9}, {"nonfinite": "skip"}, {"parameters": dict.fromkeys("ab", ((4,), "float64"))}]
+)
+def test_a_future_is_done_at_the_end_of_the_flush(run_on_ranks, options):
+    assert run_on_ranks(2, ask_early, options) == [(False, True, 200.0)] * 2

@@ -1,121 +1,150 @@
-"""The bucket rule, for any sequence of gradients."""
+"""The bucket rule: one dtype a bucket, several gradients never above the threshold, a larger one alone."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.bucketing.plan import GradientSpec, Planner, plan_buckets
-
-ITEMSIZE = {"float32": 4, "float64": 8, "int8": 1}
+from arrays import arrays_of
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
-specs = st.lists(st.tuples(shapes, st.sampled_from(sorted(ITEMSIZE))), max_size=40).map(
-    lambda rows: [GradientSpec(f"#{i}", s, d, ITEMSIZE[d]) for i, (s, d) in enumerate(rows)]
+dtypes = st.sampled_from(["float32", "float64", "float16"])
+specs = st.lists(st.tuples(shapes, dtypes), max_size=30).map(
+    lambda rows: {f"p{i:02}": row for i, row in enumerate(rows)}
 )
+of_one_world = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def naive_plan(gradients: list[GradientSpec], threshold_bytes: int) -> list[tuple[int, ...]]:
-    """The rule written down once more, as plainly as possible: positions by bucket, in launch order."""
-    launched: list[tuple[int, ...]] = []
-    filling: dict[str, list[int]] = {}
-
-    def size(positions: list[int]) -> int:
-        return sum(prod(gradients[p].shape) * gradients[p].itemsize for p in positions)
-
-    for position, spec in enumerate(gradients):
-        if size([position]) > threshold_bytes:
-            launched.append((position,))
-            continue
-        bucket = filling.setdefault(spec.dtype, [])
-        if bucket and size([*bucket, position]) > threshold_bytes:
-            launched.append(tuple(bucket))
-            bucket.clear()
-        bucket.append(position)
-        if size(bucket) == threshold_bytes:
-            launched.append(tuple(bucket))
-            bucket.clear()
-    return launched + [tuple(filling[d]) for d in sorted(filling) if filling[d]]
+def size_of(spec):
+    return prod(spec[0]) * np.dtype(spec[1]).itemsize
 
 
-@given(specs, st.integers(1, 2000))
-def test_equals_the_naive_plan(gradients: list[GradientSpec], threshold_bytes: int) -> None:
-    buckets = plan_buckets(gradients, threshold_bytes)
-    got = [tuple(slot.position for slot in bucket.slots) for bucket in buckets]
-    assert got == naive_plan(gradients, threshold_bytes)
+def buckets_of(sync, gradients):
+    """The names of the gradients in each bucket of a step, in the order of launch, as a hook sees them."""
+    seen = []
+    sync.register_hook(lambda bucket: seen.append((bucket.names, bucket.buffer.dtype, bucket.buffer.tolist())))
+    with sync.backward():
+        for name, gradient in gradients.items():
+            sync(name, gradient)
+    return seen
 
 
-@given(specs, st.integers(1, 2000))
-def test_invariants(gradients: list[GradientSpec], threshold_bytes: int) -> None:
-    buckets = plan_buckets(gradients, threshold_bytes)
-    assert sorted(slot.position for b in buckets for slot in b.slots) == list(range(len(gradients)))
-    for bucket in buckets:
-        assert {slot.spec.dtype for slot in bucket.slots} == {bucket.dtype}
-        assert len(bucket.slots) == 1 or bucket.size_bytes <= threshold_bytes
-        assert [slot.position for slot in bucket.slots] == sorted(slot.position for slot in bucket.slots)
-        begin = 0
-        for slot in bucket.slots:
-            assert slot.begin == begin
-            assert slot.end - slot.begin == prod(slot.spec.shape)
-            begin = slot.end
-        assert bucket.size_elements == begin
+@of_one_world
+@given(specs, st.integers(1, 2000), st.booleans())
+def test_the_bucket_rule_holds_for_any_gradients(alone, specs, threshold_bytes, is_known):
+    options = {"parameters": specs} if is_known and specs else {}
+    sync = gs.AllreduceCallback("sum", alone, threshold_bytes=threshold_bytes, **options)
+    for _ in range(2):  # the plan of a step is that of any other step with the same gradients
+        gradients = {name: np.full(shape, float(name[1:]), dtype) for name, (shape, dtype) in specs.items()}
+        buckets = buckets_of(sync, gradients)
+        assert sorted(name for names, *_ in buckets for name in names) == sorted(specs)
+        for names, dtype, values in buckets:
+            assert {specs[name][1] for name in names} == {str(dtype)}
+            assert len(names) == 1 or sum(size_of(specs[name]) for name in names) <= threshold_bytes
+            assert values == [float(name[1:]) for name in names for _ in range(prod(specs[name][0]))]  # end to end
+        for one in {dtype for _, dtype in specs.values()}:
+            sizes = [sum(size_of(specs[name]) for name in names) for names, dtype, _ in buckets if dtype == one]
+            small = [size for size in sizes if size <= threshold_bytes]
+            assert all(a + b >= threshold_bytes for a, b in pairwise(small)), "two buckets could have been one"
+    assert sync.statistics.gradients == 2 * len(specs)
+    assert sync.statistics.all_reduces == 2 * len(buckets)
+    assert sync.statistics.bytes_all_reduced == 2 * sum(map(size_of, specs.values()))
 
 
-@given(st.text())
-def test_a_label_is_the_name_as_the_program_wrote_it(name: str) -> None:
-    assert GradientSpec(repr(name), (), "float32", 4).label == name
+@pytest.mark.ranks(2, on=("shm", "fake"))
+@pytest.mark.parametrize(("threshold_bytes", "buckets"), [(399, 14), (400, 14), (401, 14), (800, 7), (10**7, 2)])
+def test_the_threshold_decides_the_number_of_collectives(comm, threshold_bytes, buckets):
+    """10 gradients of 400 bytes of float32 and, in between, 4 of float64."""
+    put = arrays_of(comm).put
+    sync = gs.AllreduceCallback("sum", comm, threshold_bytes=threshold_bytes)
+    for number in range(1, 3):
+        with sync.backward():
+            for i in range(10):
+                sync(i, put(np.ones(100, np.float32)))
+                if i % 3 == 0:
+                    sync(f"double {i}", put(np.ones(50)))
+        assert (sync.statistics.all_reduces, sync.statistics.steps) == (buckets * number, number)
+        assert sync.statistics.bytes_all_reduced == 14 * 400 * number
 
 
-@given(specs, st.integers(1, 2000))
-def test_planner_forgets_the_last_step(gradients: list[GradientSpec], threshold_bytes: int) -> None:
-    planner = Planner(threshold_bytes)
-    first, second = (planner.plan_step(gradients) for _ in range(2))
-    assert first == second
-
-
-def test_oversize_goes_alone_and_does_not_disturb() -> None:
-    gradients = [GradientSpec(f"#{i}", (n,), "int8", 1) for i, n in enumerate((3, 100, 4, 3))]
-    buckets = plan_buckets(gradients, 10)
-    assert [[s.position for s in b.slots] for b in buckets] == [[1], [0, 2, 3]]
+def test_a_gradient_above_the_threshold_goes_alone_and_leaves_the_others_together(alone):
+    sync = gs.AllreduceCallback("sum", alone, threshold_bytes=80)
+    buckets = buckets_of(sync, {name: np.ones(size) for name, size in zip("abcd", (3, 100, 4, 3), strict=True)})
+    assert {names for names, *_ in buckets} == {("b",), ("a", "c", "d")}
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [("25 MB", 25 * 1024**2), ("1.5kb", 1536), (" 2 GiB ", 2 * 1024**3), ("64 B", 64), ("3 mib", 3 * 1024**2), (7, 7)],
+    ("threshold", "size_bytes"),
+    [
+        (None, 10 * 1024**2),
+        ("25 MB", 25 * 1024**2),
+        ("1.5kb", 1536),
+        (" 2 GiB ", 2 * 1024**3),
+        ("64 B", 64),
+        (np.int64(7), 7),
+    ],
 )
-def test_sizes_as_text(text: str, size: int) -> None:
-    sync = gs.AllreduceCallback(threshold_bytes=text)
-    assert (sync.threshold_bytes, Planner(text).threshold_bytes) == (size, size)
+def test_a_threshold_is_a_number_of_bytes_or_text(threshold, size_bytes):
+    assert gs.AllreduceCallback(threshold_bytes=threshold).threshold_bytes == size_bytes
 
 
-@pytest.mark.parametrize(
-    "threshold", [0, -1, 1.5, True, "10", "MB", "0 MB", "-1 MB", "1 TB", "1,5 MB", "9" * 400 + " MB"]
-)
-def test_threshold_is_checked(threshold: object) -> None:
+@pytest.mark.parametrize("threshold", [0, -1, 1.5, True, "large", "10", "MB", "0 MB", "-1 MB", "1 TB", "1,5 MB"])
+def test_a_threshold_of_no_size_is_refused(threshold):
     with pytest.raises(gs.InvalidArgument, match="threshold_bytes"):
-        Planner(threshold)  # type: ignore[arg-type]
+        gs.AllreduceCallback(threshold_bytes=threshold)
 
 
-POOL = [
-    GradientSpec(f"p{i}", (size,), dtype, 4)
-    for i, (size, dtype) in enumerate([(1, "a"), (5, "a"), (3, "b"), (30, "a"), (0, "b")])
-]
+# -- Memory of the gradients of a step --------------------------------------------------------------------------------
+
+BASE = np.zeros(64)
+views = st.tuples(st.integers(0, 60), st.integers(0, 12), st.integers(1, 3)).map(
+    lambda cut: BASE[cut[0] : cut[0] + cut[1] : cut[2]]
+)
 
 
-@given(st.lists(st.tuples(st.lists(st.integers(0, 4), max_size=8), st.sampled_from(["flush", "reset"])), max_size=6))
-def test_a_planner_that_has_seen_other_steps_plans_as_a_new_one(steps: list[tuple[list[int], str]]) -> None:
-    """Steps repeat, differ in the middle, grow, shrink and break off, in any order."""
-    planner = Planner(40)
-    for numbers, end in steps:
-        for _ in range(2):
-            specs = [POOL[number] for number in numbers]
-            assignments = [planner.assign(spec, position) for position, spec in enumerate(specs)]
-            if end == "flush":
-                buckets = [bucket for assignment in assignments for bucket in assignment.completes or ()]
-                assert buckets + planner.flush(len(specs)) == plan_buckets(specs, 40)
-            else:
-                planner.reset()
+@of_one_world
+@given(st.lists(st.tuples(st.lists(views, max_size=6), st.booleans()), max_size=4))
+def test_gradients_of_a_step_that_share_memory_are_refused_and_no_others(alone, steps):
+    """Step after step, whether their arrays come again or not; in the end what was refused has left no trace."""
+    sync = gs.AllreduceCallback("sum", alone)
+    for views, repeats in steps:
+        for _ in range(1 + repeats):
+            taken = []
+            for number, view in enumerate(views):
+                if any(np.shares_memory(view, other) for other in taken):
+                    # At the hand-over, where the user stands.
+                    with pytest.raises(gs.InvalidArgument, match="shares memory"):
+                        sync(number, view)
+                else:
+                    sync(number, view)
+                    taken.append(view)
+            before = sync.statistics.gradients
+            sync.flush()
+            assert sync.statistics.gradients == before + len(taken)
+
+
+def test_gradients_that_nothing_is_written_to_may_share_memory(alone):
+    shared = np.broadcast_to(np.float64(3), (8,))
+    sync = gs.AllreduceCallback("sum", alone)
+    with sync.backward():
+        futures = [sync(name, shared) for name in "ab"]
+    first, second = (future.result() for future in futures)
+    assert first.tolist() == second.tolist() == [3.0] * 8
+    assert not np.shares_memory(first, second)
+
+
+@pytest.mark.ranks(2, on=("shm", "fake"))
+def test_gradients_that_nobody_keeps_are_not_taken_for_each_other(comm):
+    put = arrays_of(comm).put
+    sync = gs.AllreduceCallback("sum", comm, threshold_bytes=4000)
+    for number in range(4):
+        with sync.backward():
+            futures = [sync(i, put(np.full(1000, number + i, np.float32))) for i in range(20)]
+            del futures[:-1]
+        assert (futures[0].numpy() == (number + 19) * 2).all()

@@ -1,0 +1,275 @@
+"""all_reduce, reduce and reduce_scatter, against NumPy in float64."""
+
+import warnings
+from itertools import count, product
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+from arrays import (
+    LAYOUTS,
+    OPERATORS,
+    HostArrays,
+    arrays_for,
+    arrays_of,
+    assert_close,
+    assert_identical,
+    assert_same_on_all_ranks,
+    bounds_of,
+    contribution,
+    dtype_of,
+    in_layout,
+    read_only,
+    reduced,
+    sizes_of,
+)
+from ranks import EVERYWHERE, ON_GPU, SEVERAL
+
+SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (13, 17), (4, 3, 5)]
+LARGE_SHAPES = [(20_011,), (300_007,)]
+LARGE_DTYPES = ("float32", "bfloat16", "complex128", "int8")  # each way of accumulating, and each size of word
+
+
+@pytest.mark.ranks(on=EVERYWHERE | ON_GPU)
+def test_every_dtype_operator_layout_and_shape(comm):
+    n, turn, results = comm.world_size, count(), []
+    large = LARGE_SHAPES if comm.device == "cpu" else LARGE_SHAPES[:1]
+    for arrays, (dtype, operators) in product(arrays_for(comm), OPERATORS.items()):
+        is_staged = comm.device != "cpu" and isinstance(arrays, HostArrays)
+        shapes = SHAPES[::2] if is_staged else SHAPES + (large if dtype in LARGE_DTYPES else [])
+        for shape, op in product(shapes, operators):
+            number = next(turn)
+            root, layout = number % n, LAYOUTS[(number + comm.rank) % 4]  # elements meet by index, not by address
+            mine, want = contribution(comm.rank, shape, dtype), reduced(op, shape, dtype, n)
+
+            array = in_layout(mine, arrays, layout)
+            assert comm.all_reduce(array, op) is array
+            results.append(arrays.get(array).copy())
+            assert_close(results[-1], want, dtype, n)
+
+            array = in_layout(mine, arrays, layout)
+            assert comm.reduce(array, op, root) is (array if comm.rank == root else None)
+            if comm.rank == root:
+                assert_close(arrays.get(array), want, dtype, n)
+            else:
+                assert_identical(arrays.get(array), mine)
+
+            if shape:
+                array = read_only(in_layout(mine, arrays, layout))
+                sizes = [shape[0] // n] * (n - 1)
+                sizes.append(shape[0] - sum(sizes))
+                part = comm.reduce_scatter(array, op, sizes=sizes if shape[0] % n else None)
+                assert isinstance(part, arrays.xp.ndarray)
+                assert_close(arrays.get(part), rows_of(comm, want, sizes), dtype, n)
+    assert_same_on_all_ranks(comm, results)
+
+
+def rows_of(comm, whole, sizes):
+    bounds = bounds_of(sizes)
+    return whole[bounds[comm.rank] : bounds[comm.rank + 1]]
+
+
+@pytest.mark.ranks(on=EVERYWHERE)
+def test_a_result_goes_into_out_and_the_source_stays(comm):
+    n = comm.world_size
+    for arrays, shape, (number, layout) in product(arrays_for(comm), [(3, 5), (200, 301)], enumerate(LAYOUTS)):
+        mine, root = contribution(comm.rank, shape, "float64"), number % n
+        source = read_only(in_layout(mine, arrays, layout))
+        out = in_layout(np.zeros(shape), arrays, LAYOUTS[(number + comm.rank + 1) % 4])
+        assert comm.all_reduce(source, "mean", out=out) is out
+        assert_close(arrays.get(out), reduced("mean", shape, "float64", n), "float64", n)
+        given = out if comm.rank == root else "not looked at"
+        assert comm.reduce(source, "max", root, out=given) is (out if comm.rank == root else None)
+        if comm.rank == root:
+            assert_close(arrays.get(out), reduced("max", shape, "float64", n), "float64", n)
+        assert_identical(arrays.get(source), mine)
+
+
+@pytest.mark.ranks(on=EVERYWHERE)
+@pytest.mark.parametrize("repeats", [1, 3])  # what is kept from a call must not be its arrays
+def test_reduce_scatter_of_given_sizes(comm, repeats):
+    n = comm.world_size
+    for arrays, sizes, tail in product(arrays_for(comm), sizes_of(n), [(), (7,)]):
+        shape = (sum(sizes), *tail)
+        want = rows_of(comm, reduced("mean", shape, "float32", n), sizes)
+        for number in range(repeats):
+            mine = contribution(comm.rank, shape, "float32")
+            source = read_only(in_layout(mine, arrays, LAYOUTS[(number + comm.rank) % 4]))
+            assert_close(arrays.get(comm.reduce_scatter(source, "mean", sizes=sizes)), want, "float32", n)
+            out = in_layout(np.zeros(want.shape, np.float32), arrays, LAYOUTS[number])
+            assert comm.reduce_scatter(source, "mean", sizes=sizes, out=out) is out
+            assert_close(arrays.get(out), want, "float32", n)
+            assert_identical(arrays.get(source), mine)
+
+
+@pytest.mark.ranks(on=EVERYWHERE)
+def test_all_reduce_within_one_memory(comm):
+    """The result lies on its source, shifted: each value must be read before it is overwritten."""
+    n = comm.world_size
+    for arrays, size, shift in product(arrays_for(comm), (10, 100_000, 700_000), (3, -3)):
+        memory = arrays.put(np.zeros(size + 3))
+        source, out = (memory[3:], memory[:-3]) if shift > 0 else (memory[:-3], memory[3:])
+        source[...] = arrays.put(contribution(comm.rank, size, "float64"))
+        for call in range(2):
+            assert comm.all_reduce(source, out=out) is out
+            if call == 0:
+                assert_close(arrays.get(out), reduced("sum", size, "float64", n), "float64", n)
+
+
+def assert_reduce_scatter_within_one_memory(comm, arrays, dtype, op, rows):
+    n = comm.world_size
+    mine, want = contribution(comm.rank, (n * rows,), dtype), reduced(op, (n * rows,), dtype, n)
+    for begin in (comm.rank * rows, comm.rank * rows + rows // 3, comm.rank * rows - rows // 3):
+        begin = min(max(begin, 0), (n - 1) * rows)
+        for _ in range(2):
+            memory = arrays.put(mine)
+            part = memory[begin : begin + rows]
+            assert comm.reduce_scatter(memory, op, out=part) is part
+            assert_close(arrays.get(part), rows_of(comm, want, [rows] * n), dtype, n)
+
+
+@pytest.mark.ranks(on=EVERYWHERE)
+@pytest.mark.parametrize(("dtype", "op"), [("float64", "prod"), ("float32", "mean"), ("int16", "max")])
+def test_reduce_scatter_into_rows_of_its_source(comm, dtype, op):
+    for arrays, rows in product(arrays_for(comm), (2, 7_000)):
+        assert_reduce_scatter_within_one_memory(comm, arrays, dtype, op, rows)
+
+
+@pytest.mark.ranks(on=SEVERAL)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_reduce_scatter_of_half_precision_into_rows_of_its_source(comm, dtype):
+    """It was wrong from the second call on: a block of float32 was written before the next was read."""
+    assert_reduce_scatter_within_one_memory(comm, arrays_of(comm), dtype, "sum", 100_000)
+
+
+@pytest.mark.ranks(on=EVERYWHERE)
+def test_an_array_that_repeats_its_elements_is_a_source(comm):
+    out = np.empty((4, 4))
+    comm.all_reduce(np.broadcast_to(np.float64(comm.rank), (4, 4)), out=out)
+    assert (out == sum(range(comm.world_size))).all()
+
+
+class Foreign:
+    """An array of a library that only supports DLPack."""
+
+    def __init__(self, memory):
+        self.memory = memory
+
+    def __dlpack__(self, **options):
+        return self.memory.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.memory.__dlpack_device__()
+
+
+@pytest.mark.ranks(on=EVERYWHERE | ON_GPU)
+def test_arrays_of_other_libraries(comm):
+    arrays = arrays_of(comm)
+    foreign = Foreign(arrays.put(np.full(5, comm.rank + 1.0)))
+    assert comm.all_reduce(foreign) is foreign
+    assert (arrays.get(foreign.memory) == sum(range(1, comm.world_size + 1))).all()
+
+
+@pytest.mark.ranks(on=EVERYWHERE)
+def test_many_in_a_row(comm):
+    """Sizes and collectives change from call to call: who reads or writes too early is found out."""
+    arrays, n, rng = arrays_of(comm), comm.world_size, np.random.default_rng(11)
+    for step in range(200):
+        size, kind = int(rng.choice([1, 100, 16_384, 16_385, 70_000])), rng.integers(0, 5)
+        array = arrays.put(np.full(size, comm.rank + step, np.int32))
+        if kind == 0:
+            comm.barrier()
+        elif kind == 1:
+            root = int(rng.integers(0, n))
+            comm.broadcast(array, root)
+            assert (arrays.get(array) == root + step).all()
+        elif kind == 2:
+            total = comm.reduce_scatter(arrays.put(np.full(n * size, comm.rank + step, np.int32)), "max")
+            assert (arrays.get(total) == n - 1 + step).all()
+        else:
+            comm.all_reduce(array)
+            assert (arrays.get(array) == n * step + n * (n - 1) // 2).all()
+
+
+SPELLINGS = ["sum", "SUM", np.str_("Sum"), gs.ReduceOp.SUM]
+
+
+@pytest.mark.ranks(on=EVERYWHERE)
+def test_ranks_meet_however_they_spell_the_operator_and_lay_out_the_array(comm):
+    arrays, n = arrays_of(comm), comm.world_size
+    for dtype, rows, turn in product(("float32", "float16", "int64"), (3, 2_000), range(4)):
+        values = contribution(comm.rank, (rows, 4), dtype)
+        array = in_layout(values, arrays, LAYOUTS[(turn + comm.rank) // 2 % 2])
+        comm.all_reduce(array, SPELLINGS[(turn + comm.rank) % 4])
+        assert_close(arrays.get(array), reduced("sum", (rows, 4), dtype, n), dtype, n)
+
+
+@pytest.mark.ranks(on=EVERYWHERE)
+def test_fortran_order_on_all_ranks(comm):
+    arrays, n = arrays_of(comm), comm.world_size
+    for op, out in product(("sum", "mean"), (False, True)):
+        array = in_layout(contribution(comm.rank, (300, 500), "float32"), arrays, "Fortran")
+        got = comm.all_reduce(array, op, out=arrays.xp.zeros_like(array) if out else None)
+        assert got.flags.f_contiguous
+        assert_close(arrays.get(got), reduced(op, (300, 500), "float32", n), "float32", n)
+
+
+@pytest.mark.ranks(on=SEVERAL | {"local": (1,)})
+def test_equal_calls_give_equal_bits(comm):
+    arrays, results = arrays_of(comm), []
+    for size in (1000, 100_000):
+        first, second = (arrays.put(contribution(comm.rank, size, "float32")) for _ in range(2))
+        results += [arrays.get(comm.all_reduce(array, "mean")) for array in (first, second)]
+        assert results[-1].tobytes() == results[-2].tobytes()
+    assert_same_on_all_ranks(comm, results)
+
+
+@pytest.mark.ranks(2, 3, on=("shm",))
+def test_an_element_has_the_same_bits_by_whichever_collective_and_in_whichever_array(comm):
+    n, rows = comm.world_size, 20_000
+    values = contribution(comm.rank, (rows * n,), "float32")
+    whole = comm.all_reduce(values.copy())
+    assert_identical(comm.all_reduce(values[:10].copy()), whole[:10])
+    assert_identical(comm.reduce_scatter(values), rows_of(comm, whole, [rows] * n))
+    on_root = comm.reduce(values.copy(), root=n - 1)
+    assert on_root is None or on_root.tobytes() == whole.tobytes()
+
+
+@pytest.mark.ranks(on={"shm": (2, 3), "mpi": (2, 3)})
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_accumulates_in_float32_on_the_host(comm, dtype):
+    # In half precision the small ones would vanish one by one beside the first, and the largest would overflow.
+    n, spacing = comm.world_size, {"float16": 2.0, "bfloat16": 16.0}[dtype]
+    mine = np.full(70_000, 2048 if comm.rank == 0 else 0.75 * spacing / (n - 1)).astype(dtype_of(dtype))
+    for got in (comm.all_reduce(mine.copy()), comm.reduce_scatter(np.concatenate([mine] * n)), comm.reduce(mine)):
+        assert got is None or (got.astype(np.float64) == 2048 + spacing).all()
+    if dtype == "float16":
+        largest = np.full(70_000, 65504, np.float16)
+        assert (comm.all_reduce(largest, "mean") == 65504).all()
+
+
+@pytest.mark.ranks(on={"local": (1,), "shm": (1, 2, 3), "mpi": (2, 3)})
+def test_values_that_are_not_finite(comm):
+    n = comm.world_size
+    for dtype, size in product(("float32", "float16", "float64"), (4, 100_000)):
+        values = np.zeros(size, dtype)
+        values[:4] = [np.inf, -np.inf, 1.0, np.nan if comm.rank == n - 1 else 1.0]
+        for op in ("sum", "mean", "min", "max"):
+            got = comm.all_reduce(values.copy(), op)
+            assert np.isnan(got[3]), op
+            assert got[:2].tolist() == [np.inf, -np.inf], op
+    for dtype in ("complex64", "complex128"):
+        infinite = np.array([complex(np.inf, 0.0), complex(1.0, -np.inf)], dtype)
+        assert comm.all_reduce(infinite, "mean").tolist() == [complex(np.inf, 0.0), complex(1.0, -np.inf)]
+
+
+@pytest.mark.ranks(on={"shm": (2, 3), "local": (1,)})
+def test_no_arithmetic_warns_or_raises(comm):
+    with warnings.catch_warnings(), np.errstate(all="raise"):
+        warnings.simplefilter("error")
+        for op, size in product(("sum", "min", "max"), (8, 300_000)):
+            array = np.full(size, 3e38, np.float32)
+            comm.all_reduce(array, op)
+            assert np.isinf(array).all() == (op == "sum" and comm.world_size > 1)
+            comm.reduce_scatter(np.full(size * comm.world_size, 3e38, np.float32), op)
