@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The real CuPy has an environment of its own, so that the other tests show what gradsync does without it.
+CUPY := $(VENV)-cupy
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where writing byte code is switched off, every start of a rank would compile the library again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -15,7 +17,7 @@ if $(PYTHON) -c 'import cupy, pytest, pytest_timeout, hypothesis, ml_dtypes, msg
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo test lint docs peers prove soak test-pythons test-gpu bench-training bench-peers \
+.PHONY: help demo test test-cupy lint docs peers prove soak test-pythons test-gpu bench-training bench-peers \
 	bench-mpi bench-failures bench-rendezvous bench-gpu clean
 help:            ## list the targets, and how long each takes on two cores
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -51,11 +53,21 @@ $(VENV)/.docs: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e . --group docs
 	@touch $@
 
+$(CUPY)/.cupy: pyproject.toml
+	@echo "Installing the real CuPy, NCCL and NVRTC into $(CUPY) (once, 600 MB to download) ..."
+	$(PYTHON) -m venv $(CUPY)
+	$(CUPY)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(CUPY)/bin/python -m pip install --quiet -e . --group cupy
+	@touch $@
+
 demo: $(VENV)/.demo  ## train a digit classifier on two ranks (10 s, after a minute to install)
 	$(BIN)/gradsync run -n 2 examples/train_digits.py
 
 test: $(VENV)/.test  ## run the tests (3 minutes)
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-cupy: $(CUPY)/.cupy  ## run the tests of the real CuPy over host memory (2 minutes, after a minute to install)
+	$(CUPY)/bin/python -m pytest tests/real_cupy -m cupy -n 2 --dist loadgroup
 
 lint: $(VENV)/.lint  ## run ruff and mypy (1 minute)
 	$(BIN)/ruff check .
@@ -122,4 +134,4 @@ bench-gpu:       ## time packing and a training step on a GPU, with your CuPy
 
 clean:           ## remove .venv, caches and builds (2 s)
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
-	rm -rf $(VENV) .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(CUPY) .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -15,6 +15,7 @@ from commands import script as script
 from gradsync.bucketing import forgotten
 from ranks import place as place
 from ranks import run_on_ranks as run_on_ranks
+from real_cupy.harness import why_not as why_no_host_cuda
 
 # Time is never what a test of a property is about: on a busy machine any example may take long.
 hypothesis.settings.register_profile("gradsync", deadline=None)
@@ -52,11 +53,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks.in_order_of_pools(items)
-    if any("gpu" in item.keywords for item in items):
-        reason = why_no_gpu()
-        for item in items:
-            if reason is not None and "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason=reason))
+    for mark, why_not in (("gpu", why_no_gpu), ("cupy", why_no_host_cuda)):
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        reason = why_not() if marked else None
+        for item in marked if reason else []:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

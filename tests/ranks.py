@@ -50,6 +50,7 @@ import pytest
 
 import gradsync as gs
 from gradsync.rendezvous.server import RendezvousServer  # as gradsync's launcher hosts it: rank 0 may die as any other
+from real_cupy import harness as cupy_over_host_memory
 
 TESTS = Path(__file__).parent
 _MAX_POOLS = 4  # that one pytest process keeps
@@ -74,6 +75,7 @@ class Place(NamedTuple):
         environment: variables of the rank processes.
         folders: for the front of their sys.path.
         command: what starts all of them, as mpiexec, given their number; None: this process forks them.
+        new_python: gives the variables with which each rank needs a new Python, when one starts; None: forks will do.
         mark: of its tests; only `-m` with this name runs them.
     """
 
@@ -81,6 +83,7 @@ class Place(NamedTuple):
     environment: dict[str, str] = {}  # noqa: RUF012 - never changed
     folders: tuple[str, ...] = ()
     command: Callable[[int], list[str]] | None = None
+    new_python: Callable[[], dict[str, str]] | None = None
     mark: str = ""
 
 
@@ -95,6 +98,7 @@ PLACES = {
     "shm": Place({"backend": "shm"}),
     "fake": Place({"backend": "nccl"}, {"FAKE_CUPY_DEVICES": "8"}, folders=(str(TESTS / "fake_cupy"),)),
     "mpi": Place({"backend": "mpi"}, command=lambda size: [_mpiexec(), "-n", str(size)], mark="mpi"),
+    "cupy": Place({"backend": "nccl"}, new_python=cupy_over_host_memory.environment, mark="cupy"),
     "gpu": Place({"backend": "nccl", "allow_shared_gpu": True}, mark="gpu"),
 }
 
@@ -168,8 +172,8 @@ class Ranks:
             self.kill()
             raise _error_of(failed, early)
         for rank, code in (ends or {}).items():
-            self._processes[rank].join()
-            assert self._processes[rank].exitcode == code, f"rank {rank}: exit code {self._processes[rank].exitcode}"
+            ended = _exit_code(self._processes[rank])
+            assert ended == code, f"rank {rank}: exit code {ended}"
         skipped = [outcome[1] for outcome in outcomes.values() if outcome[0] == "skipped"]
         if skipped:
             pytest.skip(skipped[0])
@@ -186,11 +190,7 @@ class Ranks:
                 connection.send(None)
         codes = {}
         for rank, process in enumerate(self._processes):
-            if isinstance(process, subprocess.Popen):
-                code = process.wait(60)
-            else:
-                process.join(60)
-                code = process.exitcode
+            code = _exit_code(process, 60)
             if code != 0 and rank not in apart_from:
                 codes[rank] = code
         self.kill()
@@ -201,10 +201,8 @@ class Ranks:
         for process in self._processes:
             with suppress(OSError):
                 process.kill()
-            if isinstance(process, subprocess.Popen):
-                process.wait()
-            else:
-                process.join()
+            _exit_code(process)
+            if not isinstance(process, subprocess.Popen):
                 process.close()
         for connection in self._connections:
             connection.close()
@@ -248,20 +246,17 @@ class Ranks:
                 "GRADSYNC_HOSTED": "1",
                 "GRADSYNC_SECRET": secret.hex(),
             }
-            process = _context.Process(target=serve, args=(variables | self._environment, *arguments))
-            process.start()
+            variables |= self._environment
+            if self._place.new_python is not None:
+                process: Any = _new_python([], self._place.new_python() | variables, arguments)
+            else:
+                process = _context.Process(target=serve, args=(variables, *arguments))
+                process.start()
             self._processes.append(process)
 
     def _start_command(self, *arguments: Any) -> None:
         assert self._place.command is not None
-        program = f"import ranks; ranks.serve({{}}, *{arguments!r})"
-        path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._processes = [
-            subprocess.Popen(
-                [*self._place.command(self._size), sys.executable, "-c", program],
-                env=os.environ | self._environment | {"PYTHONPATH": path},
-            )
-        ]
+        self._processes = [_new_python(self._place.command(self._size), self._environment, arguments)]
 
     def _accept(self, listener: socket.socket) -> Connection:
         """The connection of the next rank, or the error that a process has ended before."""
@@ -291,6 +286,25 @@ class Ranks:
                 outcomes |= dict.fromkeys(open_ones.values(), ("failed", None, "still running", time.monotonic()))
                 break
         return outcomes
+
+
+def _new_python(command: list[str], variables: dict[str, str], arguments: tuple[Any, ...]) -> subprocess.Popen[bytes]:
+    """Starts a Python that serves, or the command that starts some."""
+    environment = os.environ | variables
+    path = os.pathsep.join([str(TESTS), *filter(None, [environment.get("PYTHONPATH")])])
+    program = f"import ranks; ranks.serve({{}}, *{arguments!r})"
+    return subprocess.Popen([*command, sys.executable, "-c", program], env=environment | {"PYTHONPATH": path})
+
+
+def _exit_code(process: Any, seconds: float | None = None) -> int | None:
+    """Waits for the end of a process; None when it does not end in time."""
+    if isinstance(process, subprocess.Popen):
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        return process.returncode
+    process.join(seconds)
+    code: int | None = process.exitcode
+    return code
 
 
 def _error_of(failed: list[tuple[int, Any, str, float]], early: list[int]) -> BaseException:

@@ -1,6 +1,6 @@
 // Runs the pack kernels between blocks of the exact size, for the sanitisers to see every access out of bounds and
 // every word that is not aligned. Arguments: threads per block, bytes of a chunk. Fails by its exit status.
-#include "shim.hpp"
+#include "kernels_on_host.hpp"
 
 #include "kernels.cu"
 
@@ -14,6 +14,12 @@ static void fail(const char* what, unsigned size, unsigned from, unsigned to) {
     std::exit(1);
 }
 
+// Runs a kernel on one chunk.
+static void launch(void (*kernel)(const Chunk*, char*), unsigned threads, const Chunk* chunk, char* flat) {
+    void* arguments[] = {&chunk, &flat};
+    run_on_host(kernel, 1, threads, arguments);
+}
+
 // One chunk, at addresses that lie so many bytes behind a multiple of 16, packed and split back.
 static void round_trip(unsigned threads, unsigned size, unsigned array_misalignment, unsigned flat_misalignment) {
     char* const array = static_cast<char*>(std::malloc(array_misalignment + size));
@@ -21,11 +27,11 @@ static void round_trip(unsigned threads, unsigned size, unsigned array_misalignm
     for (unsigned i = 0; i < size; ++i) array[array_misalignment + i] = static_cast<char>(i * 7 + 1);
     std::memset(flat, 0, flat_misalignment + size);
     const Chunk chunk = {reinterpret_cast<u64>(array + array_misalignment), flat_misalignment, size};
-    launch(pack_chunks, 1, threads, false, &chunk, flat);
+    launch(pack_chunks, threads, &chunk, flat);
     if (std::memcmp(flat + flat_misalignment, array + array_misalignment, size) != 0)
         fail("pack", size, array_misalignment, flat_misalignment);
     std::memset(array, 0, array_misalignment + size);
-    launch(split_chunks, 1, threads, false, &chunk, flat);
+    launch(split_chunks, threads, &chunk, flat);
     if (std::memcmp(flat + flat_misalignment, array + array_misalignment, size) != 0)
         fail("split", size, array_misalignment, flat_misalignment);
     std::free(array);

@@ -1,0 +1,60 @@
+"""What a rank does to the devices that are not its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="until NCCL is rebuilt")
+@pytest.mark.ranks(2, on=("cupy",), fresh=True)
+def test_no_thread_makes_a_context_on_the_device_of_another_rank(comm) -> None:
+    """A context costs half a gigabyte of that GPU, and fails where GPUs are exclusive to a process."""
+    import cupy
+
+    from real_cupy.redirect import devices_with_a_context
+
+    array = cupy.asarray(np.ones(3, np.float32))
+    for stream in (None, cupy.cuda.Stream(non_blocking=True)):
+        comm.all_reduce(array, stream=stream)
+        comm.asynchronous.all_reduce(array, stream=stream).result()
+    with comm.new_group(range(2)) as group:
+        group.all_reduce(array)
+    callback = gs.AllreduceCallback("sum", comm)
+    with callback.backward():
+        callback("w", array)
+    assert devices_with_a_context() == {comm.rank}
+
+
+@pytest.mark.ranks(2, on=("cupy",), fresh=True)
+def test_two_ranks_on_one_device_are_refused(rank) -> None:
+    with pytest.raises(gs.BackendUnavailable):
+        gs.init_process_group("nccl", device="cuda:3")
+
+
+@pytest.mark.ranks(2, on=("cupy",), fresh=True)
+def test_device_chooses(rank) -> None:
+    import cupy
+
+    with gs.init_process_group("nccl", device=f"cuda:{4 - rank}") as comm:
+        assert comm.device == f"cuda:{4 - rank}"
+        assert cupy.cuda.Device().id == 4 - rank
+        assert comm.all_reduce(cupy.asarray(np.ones(2))).get().tolist() == [2, 2]
+    with pytest.raises(gs.BackendUnavailable):
+        gs.init_process_group("nccl", device="cuda:5")
+
+
+@pytest.mark.ranks(2, on=("cupy",), fresh=True, environment={"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM": "1"})
+def test_default_streams_of_threads(comm) -> None:
+    """With this variable CuPy's default stream is another in each thread."""
+    import cupy
+
+    assert comm.all_reduce(cupy.asarray(np.ones(2))).get().tolist() == [2, 2]
+    assert comm.asynchronous.all_reduce(cupy.asarray(np.ones(2))).result().get().tolist() == [2, 2]
+    callback = gs.AllreduceCallback("sum", comm)
+    for _ in range(2):
+        with callback.backward():
+            futures = [callback(i, cupy.asarray(np.ones(100))) for i in range(3)]
+        assert all((future.result().get() == 2).all() for future in futures)
