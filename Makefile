@@ -17,7 +17,7 @@ if $(PYTHON) -c 'import cupy, pytest, pytest_timeout, hypothesis, ml_dtypes, msg
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo test test-cupy lint docs peers prove soak test-pythons test-gpu bench-training bench-peers \
+.PHONY: help demo test test-mpi test-cupy test-slow lint docs peers prove soak test-pythons test-gpu bench-training bench-peers \
 	bench-mpi bench-failures bench-rendezvous bench-gpu clean
 help:            ## list the targets, and how long each takes on two cores
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -68,6 +68,12 @@ test: $(VENV)/.test  ## run the tests (3 minutes)
 
 test-cupy: $(CUPY)/.cupy  ## run the tests of the real CuPy over host memory (2 minutes, after a minute to install)
 	$(CUPY)/bin/python -m pytest tests/real_cupy -m cupy -n 2 --dist loadgroup
+
+test-mpi: $(VENV)/.test  ## run the tests over MPI, with the MPICH that pip installs (2 minutes)
+	$(BIN)/python -m pytest -m mpi -n auto --dist worksteal
+
+test-slow: $(VENV)/.test  ## run the tests that take long: faults of real processes, the wheel, 20,000 simulated runs
+	$(BIN)/python -m pytest -m slow -n auto --dist worksteal
 
 lint: $(VENV)/.lint  ## run ruff and mypy (1 minute)
 	$(BIN)/ruff check .

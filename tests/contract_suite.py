@@ -6,6 +6,7 @@ import traceback
 from typing import Any, NamedTuple
 
 import numpy as np
+from pipe_backend import connect_pipes
 
 import contract
 import contract_asynchronous
@@ -21,7 +22,6 @@ import gradsync as gs
 from contract import KITS, expect
 from gradsync import process_group
 from gradsync.communicators.communicator import Communicator
-from pipe_backend import connect_pipes
 
 #: The parts of the contract; each is run by itself.
 PARTS = {

@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+import gradsync as gs
 from rank_processes import STAND_IN
-from test_process_group import start_plain_ranks
+
+
+def start_plain_ranks(tmp_path: Path, count: int, *arguments: str, script: str) -> list[subprocess.Popen[str]]:
+    """Starts ranks as a user without our launcher would: RANK, WORLD_SIZE and MASTER_* only."""
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    port = gs.free_port()  # and the one beside it, where the ranks meet, is not one that the kernel hands out either
+    processes = []
+    for rank in range(count):
+        variables = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "XDG_RUNTIME_DIR": str(tmp_path),
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(path), *arguments],
+                env=variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return processes
+
 
 SCRIPT = """
 import contextlib

@@ -1,0 +1,305 @@
+"""The communicator over MPI: beside mpi4py's own collectives, what ends a job, and what MPI makes hard."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+from arrays import INTEGERS, contribution
+
+MPIEXEC = Path(sys.executable).parent / "mpiexec"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="no mpi4py: pip install mpi4py mpich"),
+]
+
+
+# -- Beside mpi4py -----------------------------------------------------------------------------------------------------
+
+COMPLEX = ("complex64", "complex128")
+OPERATORS = {
+    **dict.fromkeys((*INTEGERS, "float32", "float64"), ("sum", "prod", "min", "max")),
+    **dict.fromkeys(COMPLEX, ("sum", "prod")),
+}
+ROUNDING = {"float32": 1e-6, "float64": 1e-14, "complex64": 1e-6, "complex128": 1e-14}
+
+
+@pytest.mark.ranks(2, 3, on=("mpi",))
+@pytest.mark.parametrize("rows", [4, 40_000])
+def test_reductions_give_what_those_of_mpi_give(comm, rows):
+    from mpi4py import MPI
+
+    operators = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+    n, shape = comm.world_size, (comm.world_size * rows, 3)
+    for dtype, ops in OPERATORS.items():
+        for op in ops:
+            mine = contribution(comm.rank, shape, dtype)
+            of_mpi, of_root, part = np.empty_like(mine), np.empty_like(mine), np.empty((rows, 3), dtype)
+            MPI.COMM_WORLD.Allreduce(mine, of_mpi, operators[op])
+            MPI.COMM_WORLD.Reduce(mine, of_root, operators[op], root=n - 1)
+            MPI.COMM_WORLD.Reduce_scatter_block(mine, part, operators[op])
+            found = comm.reduce(mine.copy(), op, n - 1)
+            pairs = [(comm.all_reduce(mine.copy(), op), of_mpi), (comm.reduce_scatter(mine.copy(), op), part)]
+            pairs += [(comm.asynchronous.all_reduce(mine.copy(), op).result(), of_mpi)]
+            pairs += [(found, of_root)] if comm.rank == n - 1 else []
+            for got, want in pairs:
+                assert (got.shape, got.dtype) == (want.shape, want.dtype)
+                tolerance = n * ROUNDING.get(dtype, 0.0) if op in ("sum", "prod") else 0.0
+                np.testing.assert_allclose(got, want, rtol=tolerance, atol=0, err_msg=f"{dtype} {op}")
+
+
+@pytest.mark.ranks(2, 3, on=("mpi",))
+@pytest.mark.parametrize("rows", [0, 4, 40_000])
+def test_movements_give_what_those_of_mpi_give(comm, rows):
+    from mpi4py import MPI
+
+    n, rank, world, root = comm.world_size, comm.rank, MPI.COMM_WORLD, comm.world_size - 1
+    for dtype in (*INTEGERS, "float32", "float64", *COMPLEX):
+        mine, whole = contribution(rank, (rows, 3), dtype), contribution(rank, (n * rows, 3), dtype)
+        gathered, exchanged, scattered = np.empty_like(whole), np.empty_like(whole), np.empty_like(mine)
+        world.Allgather(mine, gathered)
+        world.Alltoall(whole, exchanged)
+        world.Scatter(whole if rank == root else None, scattered, root=root)
+        broadcast = mine.copy()
+        world.Bcast(broadcast, root=root)
+        received = np.empty_like(mine)
+        world.Sendrecv(mine, (rank + 1) % n, recvbuf=received, source=(rank - 1) % n)
+        out = np.empty_like(mine)
+        comm.exchange(mine, dest=(rank + 1) % n, out=out, source=(rank - 1) % n)
+        for got, want in [
+            (comm.all_gather(mine), gathered),
+            (comm.all_to_all(whole), exchanged),
+            (comm.scatter(whole if rank == root else None, root=root, out=np.empty_like(mine)), scattered),
+            (comm.broadcast(mine.copy(), root), broadcast),
+            (out, received),
+        ]:
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(got, want, err_msg=dtype)
+    assert comm.objects.all_gather({rank: "Ärger" * rank}) == world.allgather({rank: "Ärger" * rank})
+
+
+@pytest.mark.ranks(3, on=("mpi",))
+def test_each_size_is_right_whether_it_travels_with_the_comparison_or_after_it(comm):
+    n, rank = comm.world_size, comm.rank
+    for size in (0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 4096):
+        for dtype in ("uint8", "float16", "float32", "complex128"):
+            values = np.arange(size) % 7
+            got = comm.all_reduce((values + rank).astype(dtype))
+            assert (got == sum((values + other for other in range(n)), np.zeros(size, int))).all(), (size, dtype)
+        sync = gs.AllreduceCallback("sum", comm)
+        with sync.backward():
+            futures = [sync(name, np.full(length, rank + 1.0)) for name, length in enumerate((size, 1, size // 2))]
+        assert all((future.result() == n * (n + 1) / 2).all() for future in futures), size
+
+
+# -- Ranks that disagree -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, on=("mpi",))
+def test_ranks_that_call_different_things_all_raise_with_their_lines_and_go_on(comm):
+    array = np.ones(1000)
+    for of_rank_1, of_rank_0 in [
+        (lambda: comm.broadcast(array), lambda: comm.all_reduce(array)),
+        (lambda: comm.all_reduce(np.ones(999)), lambda: comm.all_reduce(array)),
+        (lambda: comm.all_reduce(np.ones(10**6)), lambda: comm.all_reduce(array)),
+        (lambda: comm.recv(array, 0), lambda: comm.all_reduce(array)),
+        (lambda: comm.send(array, 0), comm.barrier),
+        (lambda: comm.exchange(array, dest=0, out=array.copy(), source=0), comm.barrier),
+        (
+            lambda: comm.exchange(np.ones(4), dest=0, out=np.ones(11), source=0),
+            lambda: comm.exchange(np.ones(3), dest=1, out=np.ones(10), source=1),
+        ),
+    ]:
+        with pytest.raises(gs.PlanMismatch) as raised:
+            (of_rank_1 if comm.rank else of_rank_0)()
+        assert set(raised.value.descriptions) == set(raised.value.places) == {0, 1}
+        assert all(__file__ in line for line in raised.value.places.values())
+        assert (array == 1).all()  # nothing has moved
+        assert comm.all_reduce(np.ones(3))[0] == 2
+
+
+@pytest.mark.ranks(3, on=("mpi",))
+def test_an_exchange_of_two_against_a_collective_of_the_third_raises_on_all(comm):
+    array, after, before = np.ones(1000), (comm.rank + 1) % 3, (comm.rank - 1) % 3
+    for _ in range(20):
+        with pytest.raises(gs.PlanMismatch) as raised:
+            if comm.rank == 2:
+                comm.barrier()
+            else:
+                comm.exchange(array, dest=after, out=array.copy(), source=before)
+        assert set(raised.value.descriptions) == {0, 1, 2}
+        assert comm.all_reduce(np.ones(3))[0] == 3
+
+
+@pytest.mark.ranks(2, on=("mpi",))
+def test_a_message_that_follows_a_collective_at_once_is_right(comm):
+    for number in range(200):
+        array = np.full(1000, float(comm.rank))
+        comm.barrier()
+        meet = comm.send if (number + comm.rank) % 2 else comm.recv
+        meet(array, 1 - comm.rank)
+        assert (array == (comm.rank if meet == comm.send else 1 - comm.rank)).all()
+
+
+# -- Threads, groups, generations, other backends ----------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, on=("mpi",))
+def test_threads_use_groups_of_their_own(comm):
+    groups = [comm.new_group(range(comm.world_size)) for _ in range(2)]
+
+    def work(group):
+        array = np.full(20_000, 1.0)
+        for _ in range(200):
+            group.all_reduce(array, "mean")
+        return float(array.sum())
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, groups)) == [20_000.0, 20_000.0]
+    for group in groups:
+        group.close()
+
+
+@pytest.mark.ranks(2, on=("mpi",))
+def test_more_groups_come_and_go_than_an_mpi_has_room_for_at_a_time(comm):
+    for _ in range(1200):
+        with comm.new_group(range(2)) as group:
+            group.barrier()
+
+
+@pytest.mark.ranks(2, on=("mpi",), fresh=True)
+def test_process_groups_and_backends_follow_each_other(comm, tmp_path):
+    secret = tmp_path / f"secret of rank {comm.rank}"
+    secret.touch(0o600)
+    secret.write_text("5a" * 1000)
+    os.environ["GRADSYNC_SECRET_FILE"] = str(secret)
+    with gs.override_backend("shm") as shared:
+        assert shared.all_reduce(np.ones(3))[0] == 2
+    for backend in ("mpi", "shm", "mpi", "mpi", "shm"):
+        gs.destroy_process_group()
+        world = gs.init_process_group(backend)
+        assert world.all_reduce(np.ones(3))[0] == 2
+        with gs.override_backend("shm" if backend == "mpi" else "mpi") as other:
+            assert other.all_reduce(np.ones(3))[0] == 2
+
+
+@pytest.mark.ranks(2, on=("mpi",))
+def test_a_child_of_a_fork_ends_alone(comm):
+    child = os.fork()
+    if child == 0:
+        os._exit(int(gs.get_communicator() is None))  # also if that raises
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (0, 1)
+    assert comm.all_reduce(np.ones(3))[0] == 2
+
+
+# -- What ends a job ---------------------------------------------------------------------------------------------------
+
+SCENES = """
+    import os, signal, sys, time
+    import numpy as np
+    import gradsync as gs
+
+    scene = sys.argv[1]
+    seconds = 3.0 if scene in ("stays away", "both send first") else 100.0
+    comm = gs.init_process_group("mpi", collective_timeout_seconds=seconds)
+    comm.all_reduce(np.ones(1000))
+    if comm.rank == 1:
+        if scene == "raises":
+            raise ValueError("wrong shapes in layer 3")
+        if scene == "exits":
+            sys.exit(3)
+        if scene == "is stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if scene == "aborts":
+            comm.abort("I have seen enough")
+        if scene == "closes":
+            comm.close()
+        if scene in ("aborts", "closes", "stays away"):
+            time.sleep(200)
+    try:
+        if scene == "both send first":
+            comm.send(np.ones(3), 1 - comm.rank)
+        comm.all_reduce(np.ones(1000))
+    except gs.GradsyncError as error:
+        print(f"rank {comm.rank}: {type(error).__name__} {error}", flush=True)
+        raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("scene", "words"),
+    [
+        ("raises", ["ValueError: wrong shapes in layer 3", 'raise ValueError("wrong shapes in layer 3")']),
+        ("exits", ["rank 0: RankFailed", "rank 1 closed the communicator while this rank still needed it"]),
+        ("is stopped", ["rank 0: RankFailed", "was stopped (SIGSTOP?)"]),
+        ("aborts", ["rank 0: RankFailed", "I have seen enough"]),
+        ("closes", ["rank 0: RankFailed", "rank 1 closed the communicator"]),
+        ("stays away", ["rank 0: CollectiveTimeout", "for rank 1", "time.sleep(200)"]),
+        ("both send first", ["rank 0: CollectiveTimeout", "rank 1: CollectiveTimeout", "message"]),
+    ],
+)
+def test_a_job_ends_and_says_why(cli, script, scene, words):
+    done = cli.program(MPIEXEC, "-n", 2, sys.executable, script(SCENES), scene)
+    assert done.code != 0
+    for word in words:
+        assert word in done.out + done.err
+
+
+def test_the_child_of_a_fork_that_fails_does_not_end_the_job(cli, script):
+    path = script("""
+        import os
+        import numpy as np
+        import gradsync as gs
+        comm = gs.init_process_group("mpi")
+        child = os.fork()
+        if child == 0:
+            raise ValueError("in the child")
+        assert os.waitpid(child, 0)[1] == 1 << 8
+        comm.all_reduce(np.ones(1000))
+        print("went on")
+    """)
+    done = cli.program(MPIEXEC, "-n", 2, sys.executable, path)
+    assert (done.code, done.out.count("went on")) == (0, 2), done.err
+
+
+def test_a_request_of_objects_that_fails_raises_mpi_error(cli, script):
+    """MPI's own failure cannot be had from outside: its communicator is replaced below gradsync."""
+    path = script("""
+        import os, sys
+        import gradsync as gs
+        from mpi4py import MPI
+
+        class Failing:
+            def __init__(self, comm):
+                self._comm = comm
+            def __getattr__(self, name):
+                return getattr(self._comm, name)
+            def fail(self, *_, **__):
+                raise MPI.Exception(MPI.ERR_OTHER)
+            Iallgather = Isend = fail
+
+        backend = gs.init_process_group("mpi")._backend
+        backend._comm = backend._requests.comm = Failing(backend._comm)
+        try:
+            gs.get_communicator().objects.all_gather("x")
+        except gs.MpiError:
+            print("MpiError", flush=True)
+        os._exit(0)  # what MPI has begun cannot be ended
+    """)
+    done = cli.program(MPIEXEC, "-n", 2, sys.executable, path)
+    assert done.out.count("MpiError") == 2, done
+
+
+def test_the_readme_runs_under_mpiexec_as_it_is(cli):
+    """Ranks of one machine share memory, whoever has started them."""
+    done = cli.program(MPIEXEC, "-n", 2, sys.executable, EXAMPLES / "own_loop.py")
+    assert (done.code, done.out) == (0, "2 ranks over shm: weights [1. 2. 3.], bias [4.]\n"), done.err
