@@ -354,13 +354,13 @@ class RendezvousClient:
     ) -> NoReturn:
         """Fails the generation because a collective has reached its deadline, and raises this failure.
 
-        The server asks every rank for its status, and waits at most half a second for the answers. Then every rank,
+        The server asks every rank for its status, and waits at most 5 s for the answers. Then every rank,
         including the missing ranks, gets the same error, in its current or next call. The arguments are the same as for
         `report_waiting`.
 
         Raises:
             CollectiveTimeout: `missing_ranks` has the ranks that did not arrive; the text has the reports of the ranks.
-                If the server does not answer within a second, the error has only this rank's view.
+                If the server does not answer within 10 s, the error has only this rank's view.
             RankFailed: a rank was found dead or paused (SIGSTOP), or has failed before.
             RendezvousError: the server is gone.
             CommunicatorClosed: this client was closed.

@@ -2,7 +2,7 @@
 
 This module is part of the server's core, without I/O; each generation has one `StuckCollectives`. When the first rank
 reports that its collective has reached its deadline, the server asks every member for its status (an inquiry). After
-the answers, or after 0.4 s, the generation fails with the same report for all ranks. If a rank did not answer, the
+the answers, or after 5 s, the generation fails with the same report for all ranks. If a rank did not answer, the
 server first inspects its process, which may be stopped (SIGSTOP).
 """
 

@@ -31,7 +31,9 @@ _log = logging.getLogger("gradsync")
 # between checks.
 _CHECKS_WITHOUT_SLEEP = 200
 _SLEEP_SECONDS = 100e-6
-_VERDICT_SECONDS = 3.0  # how long `wait` waits after the deadline, so that the watcher can find the reason
+# How long `wait` waits after the deadline, so that the watcher can find the reason: longer than a rank waits for the
+# server's report (FAILURE_WITHIN_SECONDS of the rendezvous).
+_VERDICT_SECONDS = 12.0
 _MAX_MARKS = 64
 
 CUDA_SUCCESS, _CUDA_NOT_READY = 0, 600
