@@ -55,9 +55,6 @@ SCRIPTS = {
     ],
     "model_check": [Script("tests/prove/model_check/model_check.py", (), ("--states", "2000"))],
     "simulation": [Script("tests/prove/simulation/simulation_run.py", ("--seeds", "100000"), ("--seeds", "200"))],
-    "hostile": [
-        Script("tests/prove/hostile/hostile.py", (), ("--count", "500")),
-    ],
     "random_training": [Script("tests/random_training.py", ("--programs", "2000"), ("--programs", "40"))],
     "fault_matrix": [Script("benchmarks/fault_matrix.py", (), ("--quick",))],
     "partitions": [Script("tests/prove/partitions/chaos_runs.py", ("--seeds", "200"), ("--seeds", "5"))],

@@ -1,178 +1,261 @@
-"""The handshake: both sides agree, or refuse; no altered transcript is accepted."""
+"""The handshake: both sides prove that they know the secret; nothing of a stranger is read, or reaches the ranks."""
 
 from __future__ import annotations
 
-import random
+import contextlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
-from gradsync.rendezvous.frames import PROTOCOL_VERSION, FrameType
-from gradsync.rendezvous.handshake import (
-    MAX_RUN_ID_BYTES,
-    ClientHandshake,
-    ServerHandshake,
-    ServerProcess,
-    check_secret,
+import gradsync as gs
+from gradsync.rendezvous.server import RendezvousServer
+from rendezvous.clients import connect, on_each, thread_of, world
+from rendezvous.peer import (
+    LONGEST_OF_A_STRANGER,
+    SECRET,
+    VERSION,
+    FakeServer,
+    Kind,
+    Peer,
+    accept_join,
+    challenge,
+    hello,
+    proof,
+    unsigned,
 )
-from gradsync.rendezvous.wire import MAX_HANDSHAKE_FRAME_BYTES, Frame, FrameError, FrameReader, Session
 
-SECRET = b"s" * 32
-
-
-def cut(data: bytes) -> Frame:
-    reader = FrameReader()
-    reader.feed(data)
-    frame = reader.next_frame()
-    if frame is None:
-        raise FrameError("incomplete")
-    return frame
+ANOTHER = b"another secret, of 32 bytes ...."
 
 
-def shake(
-    client_secret: bytes = SECRET, server_secret: bytes = SECRET, run_id: str = "run", mutate=None
-) -> tuple[Session, Session]:
-    """Runs a handshake; `mutate(step, data)` may alter what travels at steps 0, 1 and 2."""
-    change = mutate or (lambda step, data: data)
-    client = ClientHandshake(client_secret, b"c" * 32)
-    server = ServerHandshake(server_secret, run_id, b"n" * 32)
-    challenge = server.receive(cut(change(0, client.hello())))
-    proof, client_session = client.receive(cut(change(1, challenge)))
-    server_session = server.receive(cut(change(2, proof)))
-    assert isinstance(server_session, Session)
-    return client_session, server_session
+@pytest.fixture(scope="module")
+def forming():
+    """A server at which rank 0 of two waits to join; rank 1 comes at the end, and finds the first generation."""
+    with RendezvousServer(2, secret=SECRET) as server, thread_of(lambda: connect(server, 0, 2)) as waiting:
+        yield server
+        with connect(server, 1, 2) as client:
+            assert client.generation == 1
+            first = waiting()
+            on_each([first, client], lambda client: client.barrier())
+            first.close()
 
 
-def test_both_sides_agree_on_the_session() -> None:
-    client, server = shake(run_id="r" * MAX_RUN_ID_BYTES)
-    assert server.open(cut(client.seal(FrameType.LEAVE, "", None, 0))).type is FrameType.LEAVE
-    assert client.open(cut(server.seal(FrameType.REPLY, 2, b"5"))).fields == (2, b"5")
+def ended(peer):
+    """What the server still sends before it ends the connection, as bytes."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while data := peer.stream.recv(4096):
+            said += data
+    return said
 
 
-def test_client_with_another_secret_finds_out_by_itself() -> None:
-    with pytest.raises(AuthenticationError, match=r"'run'.*secret here is wrong"):
-        shake(client_secret=b"x" * 32)
-
-
-def test_sessions_of_two_runs_do_not_mix() -> None:
-    client, _ = shake(run_id="one")
-    _, server = shake(run_id="two")
-    with pytest.raises(FrameError, match="MAC"):
-        server.open(cut(client.seal(FrameType.LEAVE, "", None, 0)))
-
-
-def test_every_mutated_transcript_is_refused() -> None:
-    rng = random.Random(11)
-    for trial in range(6000):
-        target = trial % 3
-
-        def mutate(step: int, data: bytes, target: int = target) -> bytes:
-            if step != target:
-                return data
-            position = rng.randrange(len(data))
-            return data[:position] + bytes([data[position] ^ rng.randint(1, 255)]) + data[position + 1 :]
-
-        with pytest.raises(RendezvousError):
-            shake(mutate=mutate)
-
-
-def test_proof_reflected_from_the_challenge_is_refused() -> None:
-    server = ServerHandshake(SECRET, "run", b"n" * 32)
-    challenge = server.receive(cut(ClientHandshake(SECRET, b"c" * 32).hello()))
-    assert isinstance(challenge, bytes)
-    reflected = cut(challenge)
-    with pytest.raises(FrameError):
-        server.receive(reflected)
-
-
-def test_proof_of_an_earlier_connection_is_refused() -> None:
-    client = ClientHandshake(SECRET, b"c" * 32)
-    old = ServerHandshake(SECRET, "run", b"1" * 32).receive(cut(client.hello()))
-    assert isinstance(old, bytes)
-    old_proof, _ = client.receive(cut(old))
-    server = ServerHandshake(SECRET, "run", b"2" * 32)
-    server.receive(cut(client.hello()))
-    with pytest.raises(AuthenticationError, match="the client does not know"):
-        server.receive(cut(old_proof))
-
-
-def test_longest_challenge_fits_before_authentication() -> None:
-    server = ServerHandshake(SECRET, "r" * MAX_RUN_ID_BYTES, b"n" * 32)
-    challenge = server.receive(cut(ClientHandshake(SECRET, b"c" * 32).hello()))
-    assert isinstance(challenge, bytes)
-    assert len(challenge) <= MAX_HANDSHAKE_FRAME_BYTES
-
-
-# Recorded frames of older versions: a rank's HELLO and a server's CHALLENGE. Up to version 7 all sent version 1.
-OLD_FRAMES = {
-    1: (
-        "000000520100000000000000006772616473796e6301" + "63" * 32 + "00" * 32,
-        "000000550200000000000000006772616473796e6301" + "6e" * 32 + b"run".hex() + "00" * 32,
-    ),
-    10: (
-        "000000520100000000000000006772616473796e630a" + "00" * 8 + "63" * 24 + "00" * 32,
-        "000000610200000000000000006772616473796e630a"
-        + "6e" * 32
-        + "bc020a35b7f9cb1300000007"
-        + b"run".hex()
-        + "d80cdea91fda7afd7c77b233499f46d5d8102d7ae564d69f47ce888028425402",
-    ),
-    11: (
-        "000000520100000000000000006772616473796e630b" + "00" * 8 + "63" * 24 + "00" * 32,
-        "000000610200000000000000006772616473796e630b"
-        + "6e" * 32
-        + "bc020a35b7f9cb1300000007"
-        + b"run".hex()
-        + "5976c36930de95c1138dd49dbb45c0a317dadf0f9f7161676c5aa2517eea9d20",
-    ),
-    12: (
-        "000000520100000000000000006772616473796e630c" + "00" * 8 + "63" * 24 + "00" * 32,
-        "000000610200000000000000006772616473796e630c"
-        + "6e" * 32
-        + "bc020a35b7f9cb1300000007"
-        + b"run".hex()
-        + "a1d2533a373e48ba4ee6d6abaae6d4001c0fc94ae9b71bc1aa3b7d06abdda306",
-    ),
-    13: (
-        "000000520100000000000000006772616473796e630d" + "00" * 8 + "63" * 24 + "00" * 32,
-        "000000610200000000000000006772616473796e630d"
-        + "6e" * 32
-        + "bc020a35b7f9cb1300000007"
-        + b"run".hex()
-        + "89b31d5863d0ef2c23efbf501d598b3aeb301bafb8a702a6efdec2a3cb813632",
-    ),
+STRANGERS = {
+    "garbage": lambda: os.urandom(600),
+    "HTTP": lambda: b"GET / HTTP/1.1\r\nHost: node\r\n\r\n",
+    "TLS": lambda: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + os.urandom(500),
+    "a frame longer than a handshake's": lambda: (LONGEST_OF_A_STRANGER - 3).to_bytes(4, "big"),
+    "a very long frame": lambda: (2**31).to_bytes(4, "big"),
+    "JOIN at once": lambda: unsigned(Kind.JOIN, 0, b"\x90") + bytes(32),
+    "PROOF at once": lambda: unsigned(Kind.PROOF, 1, b"") + bytes(32),
+    "HELLO with a MAC": lambda: hello() + os.urandom(32),
+    "HELLO that is too short": lambda: unsigned(Kind.HELLO, 0, b"gradsync" + bytes([VERSION]) + bytes(31)) + bytes(32),
+    "HELLO of another program": lambda: unsigned(Kind.HELLO, 0, b"GRADSYNC" + bytes([VERSION]) + bytes(32)) + bytes(32),
+    "HELLO with another number": lambda: unsigned(Kind.HELLO, 1, hello()[13:]) + bytes(32),
 }
 
 
-@pytest.mark.parametrize("version", OLD_FRAMES)
-def test_versions_that_do_not_fit_are_told_apart_in_the_handshake(version: int) -> None:
-    """The older side raises that: it looks at the byte behind "gradsync", and at nothing after it."""
-    old_hello, old_challenge = OLD_FRAMES[version]
-    server = ServerHandshake(SECRET, "run", b"n" * 32, ServerProcess.of("machine", 7))
-    challenge = server.receive(cut(bytes.fromhex(old_hello)))
-    assert isinstance(challenge, bytes)
-    body = cut(challenge).body
-    assert body[:9] == b"gradsync" + bytes([PROTOCOL_VERSION])
-    assert len(body) - 41 <= MAX_RUN_ID_BYTES  # the old side measures this before it reads the version
-    with pytest.raises(
-        RendezvousError, match=f"speaks protocol version {version}, this side version {PROTOCOL_VERSION}; run the same"
-    ):
-        ClientHandshake(SECRET, b"c" * 32).receive(cut(bytes.fromhex(old_challenge)))
+@pytest.mark.parametrize("what", STRANGERS)
+def test_a_stranger_gets_no_answer(forming, what):
+    with Peer(socket.create_connection(("127.0.0.1", int(forming.address.rpartition(":")[2])))) as peer:
+        peer.stream.sendall(STRANGERS[what]())
+        assert ended(peer) == b""
 
 
-@pytest.mark.parametrize("machine", ["", "boot pid:[1]"])
-def test_the_client_learns_which_process_the_server_is(machine: str) -> None:
-    client = ClientHandshake(SECRET, b"c" * 32)
-    server = ServerHandshake(SECRET, "run", b"n" * 32, ServerProcess.of(machine, 4711))
-    challenge = server.receive(cut(client.hello()))
-    assert isinstance(challenge, bytes)
-    client.receive(cut(challenge))
-    assert client.server.pid == 4711
-    assert client.server.is_on(machine) == bool(machine)
-    assert not client.server.is_on("boot pid:[2]")
+@pytest.mark.parametrize("what", ["another secret", "the server's proof", "of an earlier connection", "a body"])
+def test_a_wrong_proof_ends_the_connection_and_joins_nothing(forming, what):
+    earlier = {}
+
+    def keep(step, data):
+        earlier[step] = data
+        return data
+
+    Peer.of_client(forming.address, alter=keep).stream.close()
+    host, _, port = forming.address.rpartition(":")
+    with Peer(socket.create_connection((host, int(port)))) as peer:
+        said = earlier["hello"][:-32] if what == "of an earlier connection" else hello()
+        peer.stream.sendall(said + bytes(32))
+        answer = peer.raw_frame()
+        ending = unsigned(Kind.PROOF, 1, b"x" if what == "a body" else b"")
+        secret = ANOTHER if what == "another secret" else SECRET
+        transcript = said + answer[:-32] + ending
+        sent = ending + proof(secret, b"client", transcript)
+        if what == "the server's proof":
+            sent = ending + answer[-32:]
+        elif what == "of an earlier connection":
+            sent = earlier["proof"]
+        peer.begin(secret, transcript, is_server=False)
+        with contextlib.suppress(OSError):
+            peer.stream.sendall(sent + peer.seal(Kind.JOIN, 1, 2, "machine", "host", 0))
+        assert ended(peer) == b""
 
 
-@pytest.mark.parametrize("secret", [b"", b"short", "text of sixteen b", None])
-def test_weak_secrets_are_refused(secret) -> None:
-    with pytest.raises(InvalidArgument, match="at least 16 bytes"):
-        check_secret(secret)
+@settings(max_examples=300)
+@given(step=st.sampled_from(["hello", "proof", "message"]), at=st.integers(0, 10**6), by=st.integers(1, 255))
+def test_no_altered_transcript_joins(forming, step, at, by):
+    def alter(name, data):
+        first = 4 if name == "hello" else 0  # behind a HELLO of another length, the server waits for more, as we would
+        at_here = first + at % (len(data) - first)
+        return data[:at_here] + bytes([data[at_here] ^ by]) + data[at_here + 1 :] if name == step else data
+
+    with Peer.of_client(forming.address, alter=alter) as peer, contextlib.suppress(OSError):
+        peer.put("message", peer.seal(Kind.JOIN, 1, 2, "machine", "host", 0))
+        peer.stream.shutdown(socket.SHUT_WR)  # where a length has grown, more would have to come
+        assert ended(peer) == b""
+
+
+def test_a_client_with_another_secret_says_so_and_proves_nothing():
+    said = []
+
+    def serve(peer):
+        transcript = peer.raw_frame()[:-32]
+        answer = challenge()
+        peer.stream.sendall(answer + proof(ANOTHER, b"server", transcript + answer))
+        said.append(ended(peer))
+
+    with FakeServer(serve) as server, pytest.raises(gs.AuthenticationError):
+        connect(server.address)
+    assert said == [b""]
+    with RendezvousServer(1, secret=SECRET) as real:
+        with pytest.raises(gs.AuthenticationError):
+            connect(real, secret=ANOTHER)
+        connect(real).close()
+
+
+@settings(max_examples=60)
+@given(at=st.integers(4, 10**6), by=st.integers(1, 255))
+def test_a_client_refuses_an_altered_challenge(at, by):
+    def alter(step, data):
+        at_here = 4 + at % (len(data) - 4)  # an altered length is a server that does not answer
+        return data[:at_here] + bytes([data[at_here] ^ by]) + data[at_here + 1 :] if step == "challenge" else data
+
+    with FakeServer(accept_join, alter) as server, pytest.raises(gs.RendezvousError) as raised:
+        connect(server.address)
+    assert not isinstance(raised.value, gs.RendezvousTimeout)
+
+
+@pytest.mark.parametrize("version", [1, VERSION - 1, VERSION + 1])
+def test_both_sides_notice_another_version(forming, version):
+    """A server of ours sends its version where each version has looked; a client of ours looks there."""
+    with Peer(socket.create_connection(("127.0.0.1", int(forming.address.rpartition(":")[2])))) as peer:
+        peer.stream.sendall(hello(version) + bytes(32))
+        assert peer.raw_frame()[13:22] == b"gradsync" + bytes([VERSION])
+    with FakeServer(lambda peer: peer.answer_hello(version=version)) as server:
+        with pytest.raises(gs.RendezvousError, match="version") as raised:
+            connect(server.address)
+        assert not isinstance(raised.value, gs.AuthenticationError)
+
+
+@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + b"x" * 200, b"SSH-2.0-OpenSSH_9.6\r\n" * 9])
+def test_another_service_at_the_address_is_an_error_at_once(greeting):
+    def serve(peer):
+        peer.stream.sendall(greeting)
+        ended(peer)
+
+    with FakeServer(serve) as server, pytest.raises(gs.RendezvousError) as raised:
+        connect(server.address)
+    assert not isinstance(raised.value, gs.RendezvousTimeout)
+
+
+def test_a_service_that_ends_each_connection_is_an_error_before_the_deadline():
+    with FakeServer(lambda peer: None) as server, pytest.raises(gs.RendezvousError) as raised:
+        connect(server.address)
+    assert not isinstance(raised.value, gs.RendezvousTimeout)
+
+
+def test_a_client_whose_connection_is_dropped_before_it_has_joined_comes_again():
+    """A server that is flooded by strangers drops the oldest."""
+    served: list[Peer] = []
+
+    def serve(peer):
+        served.append(peer)
+        if len(served) == 2:
+            peer.answer_hello()
+        elif len(served) > 2:
+            accept_join(peer)
+            peer.rest()
+
+    with FakeServer(serve) as server:
+        connect(server.address).close()
+    assert len(served) == 3
+
+
+@pytest.mark.parametrize("secret", [b"", b"15 bytes are too", "sixteen letters!!", None])
+def test_a_secret_is_sixteen_bytes_or_more_on_both_sides(secret):
+    secret = secret[:15] if isinstance(secret, bytes) else secret
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with pytest.raises(gs.InvalidArgument):
+            RendezvousServer(1, secret=secret, host=host)
+    with pytest.raises(gs.InvalidArgument):
+        connect("127.0.0.1:9", secret=secret)
+
+
+def test_secrets_and_values_are_in_no_repr_or_error():
+    value = b"capability" * 12
+    with world(2) as clients:
+        clients[0].set("id", value)
+        with pytest.raises(gs.RendezvousTimeout) as raised:
+            clients[1].get("other", timeout_seconds=0.01)
+        shown = repr(clients[0]) + repr(raised.value) + repr(pickle.dumps(raised.value))
+        for text in ("capability", SECRET.hex(), repr(SECRET)):
+            assert text not in shown
+
+
+LOOKING = """
+import os, sys
+from pathlib import Path
+import gradsync as gs
+from gradsync import environment  # where a rank keeps its secret, which no public name gives
+
+def has(form):
+    files = [file for name in ("cmdline", "environ") for file in Path("/proc").glob(f"[0-9]*/{name}")]
+    return [str(file) for file in files if form in read(file)]
+
+def read(file):
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
+
+with gs.init_process_group("shm") as comm:
+    secret = environment.take_secret()
+    assert len(secret) == 32
+    assert has(os.environ["CANARY"].encode()), "this look would not find it"
+    print("found", has(secret.hex().encode()) + has(secret) + has(repr(secret).encode()))
+    Path(sys.argv[1], str(comm.rank)).write_bytes(secret)
+"""
+
+
+def test_a_secret_is_in_no_argument_variable_or_log(cli, script, tmp_path):
+    environment = {"GRADSYNC_LOG": "debug", "CANARY": os.urandom(16).hex()}
+    result = cli("run", "-n", 2, script(LOOKING), tmp_path, environment=environment)
+    assert result.code == 0, result.err
+    assert result.out.count("found []") == 2
+    secret = (tmp_path / "0").read_bytes()
+    assert secret == (tmp_path / "1").read_bytes()
+    assert "backend shm" in result.err  # the log was on
+    for form in (secret.hex(), repr(secret), str(list(secret))):
+        assert form not in result.out + result.err
+
+
+def test_no_pickle_at_this_port():
+    """Nor anything else that makes objects of bytes is even imported by server and client."""
+    code = (
+        "import sys, gradsync.rendezvous.client, gradsync.rendezvous.server\n"
+        "print(*{'pickle', 'shelve', 'dill', 'cloudpickle', 'asyncio'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"

@@ -1,113 +1,297 @@
-"""Where ranks meet, and what is missing for that. How they then do: test_process_group, test_foreign_launchers."""
+"""Which process hosts the server, and how others find it and its secret, if gradsync has not started the ranks."""
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
-import time
-from typing import Any
+import stat
+import subprocess
+import sys
+import tempfile
 
+import numpy as np
 import pytest
-from rendezvous_ranks import run_threads
 
-from gradsync.environment import RankEnvironment
-from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError, RendezvousTimeout
-from gradsync.rendezvous import hosting
-from gradsync.rendezvous.hosting import JoinedRendezvous, RendezvousPoint, _rendezvous_point, join
-from gradsync.rendezvous.sockets import is_loopback
+import gradsync as gs
+from commands import wait_until
+from gradsync.rendezvous.server import RendezvousServer
+from rendezvous.peer import SECRET
 
-
-def rank(**known: object) -> RankEnvironment:
-    return RankEnvironment(**{"rank": 1, "world_size": 2, "local_rank": 1, "local_world_size": 2, **known})  # type: ignore[arg-type]
+OUTSIDE = "127.0.0.1"
 
 
-@pytest.mark.parametrize(
-    ("known", "where"),
-    [
-        ({"address": "node0:1", "run_name": "PMI-1-2"}, "node0:1"),
-        ({"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}, "alone"),
-        ({"run_name": "PMI-1-2"}, "PMI-1-2"),
-        ({"master_addr": "node0", "master_port": 29500}, "node0:29501"),
-        ({"master_addr": "node0", "master_port": 65535}, "node0:65534"),
-        ({"master_addr": "::1", "master_port": 29500}, "[::1]:29501"),
-    ],
-)
-def test_where(known: dict[str, object], where: str) -> None:
-    assert _rendezvous_point(rank(**known), None)[:2] == (where if ":" in where else None, where)
-    assert _rendezvous_point(rank(**known), "other:7") == RendezvousPoint("other:7", "other:7", "address=")
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
 
 
-@pytest.mark.parametrize("known", [{}, {"master_addr": "node0"}, {"master_port": 29500}])
-def test_nowhere_to_meet_names_what_to_set(known: dict[str, object]) -> None:
-    with pytest.raises(
-        InvalidArgument, match="rank 1/2 needs the address of the rendezvous.*MASTER_ADDR.*gradsync run"
+def become(**variables):
+    """Gives this process the variables of another launcher instead of gradsync's."""
+    for name in [name for name in os.environ if name.startswith("GRADSYNC_")]:
+        del os.environ[name]
+    os.environ.update({name: str(value) for name, value in variables.items()})
+
+
+def torchrun(rank, size, **others):
+    return {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size} | others
+
+
+def by_hand(rank, size, **others):
+    return {"RANK": rank, "WORLD_SIZE": size} | others
+
+
+@pytest.fixture
+def secret_file(tmp_path):
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    path.write_text(SECRET.hex())
+    return path
+
+
+def outside_address():
+    """An address of this machine that is no loopback address; None where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+LAUNCHERS = {
+    "torchrun": lambda rank, port, _: torchrun(rank, 2, MASTER_ADDR=socket.gethostname(), MASTER_PORT=port),
+    "by hand": lambda rank, port, _: by_hand(rank, 2, MASTER_ADDR="localhost", MASTER_PORT=port),
+    "by hand, with a secret": lambda rank, port, secret: by_hand(
+        rank, 2, MASTER_ADDR=outside_address() or OUTSIDE, MASTER_PORT=port, GRADSYNC_SECRET_FILE=secret
+    ),
+    "an address": lambda rank, port, _: by_hand(rank, 2, GRADSYNC_ADDRESS=f"127.0.0.1:{port}"),
+    "an IPv6 address": lambda rank, port, _: by_hand(rank, 2, GRADSYNC_ADDRESS=f"[::1]:{port}"),
+    "an address and a secret": lambda rank, port, secret: by_hand(
+        rank, 2, GRADSYNC_ADDRESS=f"localhost:{port}", GRADSYNC_SECRET_FILE=secret
+    ),
+    "srun": lambda rank, *_: {
+        "SLURM_PROCID": rank,
+        "SLURM_NTASKS": 2,
+        "SLURM_STEP_NUM_TASKS": 2,
+        "SLURM_LOCALID": rank,
+        "SLURM_JOB_ID": 4711,
+        "SLURM_STEP_ID": 0,
+        "SLURM_STEP_TASKS_PER_NODE": 2,
+        "SLURM_STEP_NODELIST": "node0",
+    },
+}
+
+
+@pytest.fixture
+def port():
+    return free_port()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", LAUNCHERS)
+def test_rank_0_hosts_and_the_others_find_it(rank, how, port, secret_file, tmp_path):
+    if how == "an IPv6 address" and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    folder = tmp_path / "runtime"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    become(**LAUNCHERS[how](rank, port, secret_file), XDG_RUNTIME_DIR=folder)
+    for number in (1, 2):  # a second process group meets at the same server
+        with gs.init_process_group("shm", timeout_seconds=60) as comm:
+            assert (comm.rank, comm.world_size) == (rank, 2)
+            assert comm.all_reduce(np.full(2, number)).tolist() == [2 * number] * 2
+        gs.destroy_process_group()
+    assert list(folder.iterdir()) == []  # what the next run could take for its own
+
+
+@pytest.mark.ranks(2)
+def test_what_a_killed_run_has_left_misleads_no_later_one(rank, port, tmp_path):
+    folder, stale = tmp_path / "runtime", tmp_path / "stale"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    become(**by_hand(rank, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port), XDG_RUNTIME_DIR=folder)
+    if rank == 0:
+        with subprocess.Popen([sys.executable, "-c", "import gradsync as gs; gs.init_process_group('shm')"]) as killed:
+            wait_until(lambda: list(folder.glob("*.secret")))
+            killed.kill()
+        stale.touch()
+    wait_until(stale.exists)
+    with gs.init_process_group("shm", timeout_seconds=60) as comm:
+        comm.barrier()
+    gs.destroy_process_group()
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.ranks(3)
+def test_the_deadline_of_the_host_tells_the_others_who_is_missing(rank, port, secret_file, tmp_path):
+    """Else they would hear only that the server is gone."""
+    become(**by_hand(rank, 3, GRADSYNC_ADDRESS=f"127.0.0.1:{port}", GRADSYNC_SECRET_FILE=secret_file))
+    if rank == 2:
+        return
+    if rank == 0:
+        wait_until((tmp_path / "dials").exists)
+    else:
+        (tmp_path / "dials").touch()
+    with pytest.raises(gs.RendezvousTimeout) as raised:
+        gs.init_process_group("shm", timeout_seconds=3.0 if rank == 0 else 60.0)
+    assert raised.value.missing_ranks == (2,)
+
+
+@pytest.fixture
+def served(serve):
+    _, address = serve(2)
+    return address
+
+
+@pytest.mark.ranks(2)
+def test_ranks_join_a_server_that_runs_by_itself(rank, served, secret_file):
+    become(**by_hand(rank, 2, GRADSYNC_ADDRESS=served, GRADSYNC_HOSTED=1, GRADSYNC_SECRET_FILE=secret_file))
+    for _ in range(2):
+        with gs.init_process_group("shm", timeout_seconds=60) as comm:
+            comm.barrier()
+        gs.destroy_process_group()
+
+
+def test_serve_says_what_to_set_for_each_rank(cli, secret_file):
+    """On a terminal; else there is only the address."""
+    program = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"
+    gradsync = [sys.executable, "-m", "gradsync", "serve", "--world-size", 2, "--secret-file", secret_file]
+    process = cli.start_program(sys.executable, "-c", program, *gradsync, stdin=subprocess.DEVNULL)
+    said = process.read_until("GRADSYNC_SECRET_FILE")
+    address = said.split()[0]
+    for line in (
+        f"export GRADSYNC_ADDRESS={address}",
+        "export GRADSYNC_HOSTED=1",
+        f"GRADSYNC_SECRET_FILE={secret_file}",
     ):
-        _rendezvous_point(rank(**known), None)
+        assert line in said
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.9.9.9", "::1"])
-def test_what_only_this_machine_reaches(host: str) -> None:
-    assert is_loopback(host)
+# -- What is missing, or wrong ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["node0:1", "192.0.2.1:1", "0.0.0.0:1", "[fe80::1]:1"])
-def test_what_others_reach_too(where: str) -> None:
-    with pytest.raises(AuthenticationError, match="across hosts needs a secret.*GRADSYNC_SECRET_FILE"):
-        join(rank(), where, 1.0)
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """alone(RANK=...) makes this process a rank with these variables, for calls that find no other rank."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+
+    def set_all(**variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_all
 
 
-def test_a_process_that_a_rank_started_is_told_that_it_is_none() -> None:
-    inherited = rank(address="127.0.0.1:4000", hosted=True, source="gradsync")
-    with pytest.raises(AuthenticationError, match="inherited the rank.s variables.*begin with GRADSYNC_"):
-        join(inherited, None, 1.0)
+@pytest.mark.parametrize("known", [{}, {"MASTER_ADDR": "node0"}, {"MASTER_PORT": 29500}])
+def test_a_rank_that_knows_no_address_says_what_to_set(alone, known):
+    alone(**by_hand(1, 2, **known))
+    with pytest.raises(gs.InvalidArgument, match="MASTER_ADDR"):
+        gs.init_process_group("shm", timeout_seconds=1.0)
 
 
-@pytest.mark.parametrize(
-    ("source", "advice"),
-    [
-        ("address=", "name another port in address=, on every rank"),
-        ("GRADSYNC_ADDRESS", "name another port in GRADSYNC_ADDRESS, on every rank"),
-        (
-            "MASTER_PORT",
-            "it is the one after MASTER_PORT: start again with another MASTER_PORT .*--master-port.*",
-        ),
-    ],
-)
-def test_rank_0_tells_where_its_port_came_from_if_it_is_taken(source: str, advice: str) -> None:
+@pytest.mark.parametrize("address", ["node0:4000", "192.0.2.1:4000", "0.0.0.0:4000", "[fe80::1]:4000"])
+def test_a_run_across_machines_needs_a_secret(alone, address):
+    alone(**by_hand(1, 2))
+    with pytest.raises(gs.AuthenticationError, match="GRADSYNC_SECRET_FILE"):
+        gs.init_process_group("shm", address=address, timeout_seconds=1.0)
+
+
+@pytest.mark.parametrize("how", ["address=", "GRADSYNC_ADDRESS", "MASTER_PORT"])
+def test_a_taken_port_is_an_error_that_says_where_the_port_came_from(alone, how):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        known: dict[str, object] = {"GRADSYNC_ADDRESS": {"address": f"127.0.0.1:{port}"}}.get(source, {})
-        if source == "MASTER_PORT":
-            known = {"master_addr": "127.0.0.1", "master_port": port - 1}
-        address = f"127.0.0.1:{port}" if source == "address=" else None
-        with pytest.raises(RendezvousError, match=f"port {port} on 127.0.0.1 is in use; {advice}$"):
-            join(rank(rank=0, local_rank=0, **known), address, 5.0)
+        alone(**by_hand(0, 2))
+        if how == "GRADSYNC_ADDRESS":
+            alone(GRADSYNC_ADDRESS=f"127.0.0.1:{port}")
+        elif how == "MASTER_PORT":
+            alone(MASTER_ADDR="127.0.0.1", MASTER_PORT=port - 1)
+        address = {"address": f"127.0.0.1:{port}"} if how == "address=" else {}
+        with pytest.raises(gs.RendezvousError, match=how) as raised:
+            gs.init_process_group("shm", timeout_seconds=5.0, **address)
+        assert not isinstance(raised.value, gs.RendezvousTimeout)
 
 
-def test_an_error_names_the_limit_of_the_whole_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    start_hosting = hosting._start_hosting
-
-    def start_hosting_slowly(*args: Any, **options: Any) -> JoinedRendezvous:
-        time.sleep(0.02)
-        return start_hosting(*args, **options)
-
-    monkeypatch.setattr(hosting, "_start_hosting", start_hosting_slowly)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(RendezvousTimeout, match=r"joining reached its deadline of 0\.3 s"):
-        join(rank(rank=0, secret=bytes(32)), address, 0.3)
+def test_a_rank_whose_rank_0_does_not_come_names_it(alone):
+    alone(**by_hand(1, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port()))
+    with pytest.raises(gs.RendezvousTimeout) as raised:
+        gs.init_process_group("shm", timeout_seconds=0.3)
+    assert raised.value.missing_ranks == (0,)
 
 
-def test_when_the_hosting_rank_reaches_its_deadline_the_others_get_the_missing_ranks() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    whole = {"world_size": 3, "secret": bytes(32), "source": "by hand"}
-    at_host, other = run_threads(
-        [lambda: join(rank(rank=0, **whole), address, 2.0), lambda: join(rank(rank=1, **whole), address, 60.0)]
-    )
-    for error in (at_host, other):
-        assert isinstance(error, RendezvousTimeout)
-        assert error.missing_ranks == (2,)
-    assert "joining reached its deadline of" in str(at_host)
-    assert "joining ended, because the rank that hosts the server reached its deadline; missing" in str(other)
+@pytest.mark.parametrize("what", ["open to others", "a link", "of this user alone"])
+def test_without_a_runtime_folder_ranks_meet_in_a_folder_of_this_user_alone(alone, monkeypatch, tmp_path, what):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    alone(**by_hand(1, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port()), XDG_RUNTIME_DIR=tmp_path / "nowhere")
+    folder = tmp_path / f"gradsync-{os.geteuid()}"
+    if what == "open to others":
+        folder.mkdir()
+        folder.chmod(0o755)
+    elif what == "a link":
+        folder.symlink_to(tmp_path)
+    if os.path.isdir(f"/run/user/{os.geteuid()}"):
+        pytest.skip("this user has a runtime folder")
+    expected = gs.RendezvousTimeout if what == "of this user alone" else gs.AuthenticationError
+    with pytest.raises(expected):
+        gs.init_process_group("shm", timeout_seconds=0.1)
+    if what == "of this user alone":
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_host_that_fails_leaves_neither_its_file_nor_its_port(alone, tmp_path):
+    port = free_port()
+    alone(**by_hand(0, 2, GRADSYNC_ADDRESS=f"127.0.0.1:{port}"))
+    with pytest.raises(gs.RendezvousTimeout) as raised:
+        gs.init_process_group("shm", timeout_seconds=0.3)
+    assert raised.value.missing_ranks == (1,)
+    assert list(tmp_path.glob("*.secret")) == []
+    RendezvousServer(1, secret=SECRET, port=port).stop()
+
+
+def test_a_process_that_a_rank_has_started_is_none(alone):
+    """It has the rank's variables, but not its secret."""
+    alone(GRADSYNC_RANK=1, GRADSYNC_WORLD_SIZE=2, GRADSYNC_ADDRESS="127.0.0.1:4000", GRADSYNC_HOSTED=1)
+    with pytest.raises(gs.AuthenticationError, match="GRADSYNC_"):
+        gs.init_process_group("shm", timeout_seconds=1.0)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="until rendezvous is rebuilt")
+def test_a_name_that_means_loopback_here_is_worth_a_warning(alone, secret_file, monkeypatch, caplog):
+    """Debian and Ubuntu map a machine's own name to 127.0.1.1: ranks on other machines would dial in vain."""
+    look_up = socket.getaddrinfo
+
+    def look_up_as_debian(host, *args, **options):
+        return look_up("127.0.1.1" if host in ("node0", b"node0") else host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up_as_debian)
+    others = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "node0", "MASTER_PORT": free_port()}
+    alone(**by_hand(0, 2, **others), GRADSYNC_SECRET_FILE=secret_file)
+    with caplog.at_level(logging.WARNING, "gradsync"), pytest.raises(gs.RendezvousTimeout):
+        gs.init_process_group("shm", timeout_seconds=0.5)
+    assert "127.0.1.1" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="until rendezvous is rebuilt: silence until the deadline")
+def test_a_rank_that_dials_in_vain_says_so_every_few_seconds(alone, secret_file, caplog):
+    alone(**by_hand(1, 2, GRADSYNC_ADDRESS=f"127.0.0.1:{free_port()}"), GRADSYNC_SECRET_FILE=secret_file)
+    with caplog.at_level(logging.WARNING, "gradsync"), pytest.raises(gs.RendezvousTimeout):
+        gs.init_process_group("shm", timeout_seconds=8.0)
+    assert "refused" in caplog.text
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(strict=True, raises=gs.RendezvousError, reason="until rendezvous is rebuilt: MASTER_PORT + 1")
+def test_neighbouring_jobs_of_torchrun_do_not_collide(rank, port, tmp_path):
+    """The job with the next MASTER_PORT has its store there."""
+    tmp_path.chmod(0o700)
+    become(**torchrun(rank, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port), XDG_RUNTIME_DIR=tmp_path)
+    ready = tmp_path / "ready"
+    with socket.socket() as neighbour:
+        if rank == 0:
+            neighbour.bind(("127.0.0.1", port + 1))
+            neighbour.listen()
+            ready.touch()
+        wait_until(ready.exists)
+        with gs.init_process_group("shm", timeout_seconds=60 if rank == 0 else 5) as comm:
+            comm.barrier()

@@ -1,147 +1,141 @@
-"""Heartbeats between real processes and threads: who is stopped is named, who is busy is not, a verdict meets all."""
+"""Ranks that are silent: a process that is stopped, gone or out of reach has failed; one that is only busy has not."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
-import re
+import os
+import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
-from contextlib import contextmanager
 
 import pytest
-from rendezvous_ranks import SECRET, connect, connect_all, server_process
 
-from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
-from gradsync.rendezvous.server import RendezvousServer
-
-NEVER_SECONDS = 60.0  # for what no rank waits that is told of a failure
-
-RANK = """
-import ctypes, sys
-from gradsync.rendezvous.client import RendezvousClient
-client = RendezvousClient.connect(sys.argv[1], secret=bytes.fromhex(sys.argv[2]), rank=1, world_size=2)
-client.barrier("start")
-if sys.argv[3] == "busy":
-    ctypes.PyDLL(None).usleep(3_000_000)  # a PyDLL call keeps Python's lock
-    client.barrier("end")
-    client.close()
-else:
-    sys.stdin.read()
-"""
+import gradsync as gs
+from commands import wait_until
+from gradsync.machine import machine_identity  # a peer on this machine has to say so; no public name gives it
+from rendezvous.clients import connect, failure_of, world_with_peer
+from rendezvous.peer import Kind
 
 
-@contextmanager
-def rank_process(server: RendezvousServer, what: str):
-    command = [sys.executable, "-c", RANK, server.address, SECRET.hex(), what]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+@pytest.mark.ranks(2, fresh=True)
+def test_a_stopped_rank_has_failed(comm):
+    pids = comm.objects.all_gather(os.getpid())
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(gs.RankFailed) as raised:
+        comm.barrier()
+    assert (raised.value.rank, raised.value.phase, raised.value.was_silent) == (1, "running", True)
+    if comm.rank == 0:
+        os.kill(pids[1], signal.SIGCONT)
 
 
-def test_stopped_rank_fails_the_others_with_its_name() -> None:
+@pytest.fixture
+def program(tmp_path):
+    """A process whose name is no help to whoever reads /proc."""
+    path = tmp_path / "x) T ("
+    path.symlink_to(sys.executable)
+    with subprocess.Popen([path, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("state", ["stopped", "ended"])
+def test_a_silent_rank_whose_process_is_stopped_or_gone_has_failed(program, state):
+    """Gone, and its connection is still open: a child holds it."""
+    with world_with_peer(2, pid=program.pid, machine=machine_identity()) as (clients, _):
+        program.send_signal(signal.SIGSTOP if state == "stopped" else signal.SIGKILL)
+        failure = failure_of(clients[0])
+        assert type(failure) is gs.RankFailed
+        assert (failure.rank, failure.was_silent) == (1, True)
+        assert f"pid {program.pid}" in str(failure)
+
+
+def test_a_silent_rank_whose_process_runs_is_worth_one_line_in_the_log(program, caplog):
     with (
-        RendezvousServer(2, secret=SECRET) as server,
-        rank_process(server, "wait") as victim,
-        connect(server, 0, 2) as client,
+        caplog.at_level(logging.WARNING, "gradsync"),
+        world_with_peer(2, pid=program.pid, machine=machine_identity()) as (clients, peer),
     ):
-        client.barrier("start")
-        victim.send_signal(signal.SIGSTOP)
-        stopped_at = time.monotonic()
-        with pytest.raises(RankFailed) as caught:
-            client.barrier("needs all", timeout_seconds=NEVER_SECONDS)
-        assert time.monotonic() - stopped_at < NEVER_SECONDS / 2
-    assert (caught.value.rank, caught.value.phase, caught.value.was_silent) == (1, "running", True)
-    assert f"rank 1/2 (pid {victim.pid}) was stopped (SIGSTOP?)" in str(caught.value)
+        wait_until(lambda: f"rank 1/2 (pid {program.pid}) has sent nothing" in caplog.text)
+        peer.ask(Kind.SET, "key", b"")
+        wait_until(lambda: "responds again" in caplog.text)
+        clients[0].check()
+        assert caplog.text.count("has sent nothing") == 1
 
 
-def test_rank_that_holds_pythons_lock_for_seconds_is_not_condemned() -> None:
-    with RendezvousServer(2, secret=SECRET) as server, rank_process(server, "busy") as busy:
-        with connect(server, 0, 2) as client:
-            client.barrier("start")
-            client.barrier("end", timeout_seconds=NEVER_SECONDS)
-        assert busy.wait(30) == 0
-
-
-def test_stopped_server_is_told_to_a_rank_that_waits() -> None:
-    with server_process() as (process, address), connect(address, 0, 1) as client:
-        process.send_signal(signal.SIGSTOP)
-        stopped_at = time.monotonic()
-        with pytest.raises(RendezvousError, match=rf"server at {address} \(pid {process.pid}\) was stopped"):
-            client.get("never", timeout_seconds=NEVER_SECONDS)
-        assert time.monotonic() - stopped_at < NEVER_SECONDS / 2
-        with pytest.raises(RendezvousError, match="was stopped"):
-            client.check()
+@pytest.mark.ranks(2)
+def test_a_rank_that_holds_python_s_lock_for_seconds_has_not_failed(comm):
+    if comm.rank == 1:
+        ctypes.PyDLL(None).usleep(4_000_000)  # what a PyDLL calls keeps the lock
+    comm.barrier()
 
 
 PARTITION = """
 import subprocess, threading
 from gradsync.errors import RendezvousError
-from gradsync.rendezvous import connection
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.server import RendezvousServer
-connection.machine_identity = lambda: "a machine of its own"
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 with RendezvousServer(1, secret=b"s" * 16) as server:
     client = RendezvousClient.connect(server.address, secret=b"s" * 16, rank=0, world_size=1)
-    is_told = threading.Event()
-    client.describe_with(lambda: is_told.set() or {}, lambda: ("", {}))
-    assert is_told.wait(30)
+    client.set("key", b"value")
     subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
     try:
         client.get("never", timeout_seconds=60)
     except RendezvousError as error:
-        print(error)
+        print(type(error).__name__)
     client.abandon()
 """
 
 
-def test_partition_is_told_to_a_rank_that_waits() -> None:
-    """Loopback goes down under a connection, in a network namespace of its own."""
+@pytest.mark.skipif(shutil.which("unshare") is None or shutil.which("ip") is None, reason="no unshare or ip here")
+def test_a_cut_network_is_an_error_of_a_rank_that_waits(cli):
+    """Loopback goes down under the connection, in a network namespace of its own."""
+    if cli.program("unshare", "-rn", "ip", "link", "set", "lo", "up").code:
+        pytest.skip("no network namespace can be made here")
+    result = cli.program("unshare", "-rn", sys.executable, "-c", PARTITION)
+    assert (result.code, result.out) == (0, "RendezvousError\n"), result.err
+
+
+STEPS = """
+import sys, time
+import numpy as np
+import gradsync as gs
+from pathlib import Path
+with gs.init_process_group("shm") as comm:
+    begun = time.monotonic()
+    comm.barrier()
+    Path(sys.argv[1], f"begun {comm.rank}").touch()
+    while comm.all_reduce(np.array(time.monotonic() - begun), "min") < 15.0:
+        time.sleep(0.02)
+    Path(sys.argv[1], f"ended {comm.rank}").touch()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="until rendezvous is rebuilt")
+def test_a_launcher_that_is_stopped_ends_no_job_that_does_not_need_it(cli, script, tmp_path):
+    process = cli.start("run", "-n", 2, script(STEPS), tmp_path)
+    wait_until(lambda: len(list(tmp_path.glob("begun *"))) == 2)
+    process.send_signal(signal.SIGSTOP)
     try:
-        subprocess.run(["unshare", "-rn", "ip", "link", "set", "lo", "up"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no network namespace can be made here: {error}")
-    command = ["unshare", "-rn", sys.executable, "-c", PARTITION]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    # The server, which has no other rank to tell, tells the operator.
-    assert re.fullmatch(r"(gradsync: rank 0/1 \(pid \d+\) cannot be reached: .*\n)?", done.stderr)
-    assert "rank 0/1: the rendezvous server at 127.0.0.1:" in done.stdout
-    assert "cannot be reached: its machine acknowledges nothing" in done.stdout
-
-
-def test_absence_is_raised_although_the_server_does_not_answer() -> None:
-    with server_process() as (process, address), connect(address, 0, 1) as client:
-        process.send_signal(signal.SIGSTOP)
-        with pytest.raises(
-            CollectiveTimeout, match=r"rank 0/1: waited 7 s in barrier #3 for rank 2; .* did not answer"
-        ):
-            client.report_stuck("world", 3, "barrier #3", 7.0, [2])
-
-
-def test_waiting_is_told_once_to_the_operator(caplog) -> None:
-    noticed = threading.Event()
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            noticed.set()
-
-    log = logging.getLogger("gradsync.rendezvous")
-    listener = Listener()
-    log.addHandler(listener)
-    try:
-        with RendezvousServer(2, secret=SECRET) as server, caplog.at_level("WARNING"):
-            clients = connect_all(server, 2)
-            clients[0].report_waiting("world", 4, "barrier #4", 5.0, [1])
-            assert noticed.wait(30)
-            for client in clients:
-                client.close()
+        wait_until(lambda: len(list(tmp_path.glob("ended *"))) == 2 or len(cli.processes()) < 3)
+        assert len(list(tmp_path.glob("ended *"))) == 2
     finally:
-        log.removeHandler(listener)
-    [text] = [record.getMessage() for record in caplog.records if "wait" in record.getMessage()]
-    assert text.startswith("gradsync: rank 0 has waited 5 s in barrier #4 for rank 1; rank 1 (pid ")
+        process.send_signal(signal.SIGCONT)
+    assert process.result().code == 0
+
+
+def test_a_stopped_server_delays_no_deadline_and_no_report(serve):
+    process, address = serve(1)
+    with connect(address) as client:
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(gs.RendezvousError):
+            client.get("key", timeout_seconds=0.1)
+        client.report_failure("ValueError: 7")  # returns at once
+        assert client.has_failed()
+        client.abandon()
+        process.kill()
+        with pytest.raises(gs.CommunicatorClosed):
+            client.check()

@@ -1,474 +1,286 @@
-"""Ranks that do not come to a collective, in the core with a virtual clock: notices, inquiries, and one verdict."""
+"""Collectives that do not end: one notice while ranks wait, and at the deadline one report for all ranks."""
 
 from __future__ import annotations
 
+import logging
+import re
+import threading
+
 import pytest
-from core_bench import Bench
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from gradsync.rendezvous import stuck
-from gradsync.rendezvous.connection import failure_of
-from gradsync.rendezvous.frames import (
-    DEATH,
-    MAX_FAILURE_BYTES,
-    MAX_REPORT_BYTES,
-    MAX_STATUS_GROUPS,
-    OF_MESSAGES,
-    SILENCE,
-    STUCK,
-    FrameType,
-    Message,
-)
-from gradsync.rendezvous.liveness import ProcessState
-
-WHAT = "all_reduce #57"
-
-
-class WaitingBench(Bench):
-    """Ranks 0 to world_size - 1 of one generation, with pids from 1000, on the connections of their numbers."""
-
-    def __init__(self, world_size: int) -> None:
-        super().__init__(world_size)
-        self.histories: dict[int, dict[str, list]] = {}
-        self.join_all(first_pid=1000)
-
-    def come_to(self, position: int, *ranks: int, group: str = "world") -> None:
-        for rank in ranks:
-            self.send(rank, FrameType.HEARTBEAT, {group: position})
-        self.inbox.clear()
-
-    def wait_in(
-        self,
-        rank: int,
-        missing: list[int] | None = None,
-        position: int = 57,
-        group: str = "world",
-        ranks: list[int] | None = None,
-    ) -> None:
-        self.send(rank, FrameType.STUCK, group, ranks, position, WHAT, 5000, missing, False)
-
-    def miss(
-        self,
-        rank: int,
-        missing: list[int] | None = None,
-        position: int = 57,
-        group: str = "world",
-        ranks: list[int] | None = None,
-    ) -> None:
-        self.send(rank, FrameType.STUCK, group, ranks, position, WHAT, 300_000, missing, True)
-
-    def inquiries(self, rank: int) -> int:
-        return [message[0] for message in self.take(rank)].count(FrameType.STATUS_REQUEST)
-
-    def answer(self, rank: int, text: str, position: int = 57) -> None:
-        history = self.histories.pop(rank, {})
-        groups = {"world", *history}
-        status = {name: (position if name == "world" else 0, history.get(name, [])) for name in groups}
-        self.send(rank, FrameType.STATUS, status, text)
-
-    def verdict(self) -> tuple:
-        """Returns what all ranks that are still there were told, the same: kind, missing ranks, text."""
-        self.wait(0)
-        present = [c for c in range(self.world_size) if c in self.core._member_of]
-        told = [[m for m in self.take(connection) if m[0] is FrameType.FAILED] for connection in present]
-        assert [len(messages) for messages in told] == [1] * len(present)
-        assert len({messages[0] for messages in told}) == 1
-        _, sequence, kind, _, _, missing, text = told[0][0]
-        assert sequence == 0
-        return kind, missing, text
-
-
-def test_operator_is_told_once_who_waits_for_whom() -> None:
-    bench = WaitingBench(4)
-    bench.come_to(57, 0, 1, 3)
-    bench.come_to(56, 2)
-    for rank in (0, 1, 3):
-        bench.wait_in(rank, [2])
-        bench.wait(0.05)
-    bench.wait(20)
-    bench.wait_in(1, [2])
-    bench.wait(20)
-    assert bench.notices[:1] == [
-        "ranks 0, 1 and 3 have waited 5 s in all_reduce #57 for rank 2; "
-        "rank 2 (pid 1002) is running, and has begun 56 collectives"
-    ]
-    assert not any(" waited " in notice for notice in bench.notices[1:])
-
-
-def test_server_works_out_who_is_missing_from_the_heartbeats() -> None:
-    bench = WaitingBench(3)
-    bench.come_to(57, 0)
-    bench.come_to(58, 1)  # launched ahead, on a GPU
-    bench.wait_in(0)
-    bench.wait(1)
-    assert bench.notices == ["ranks 0 and 1 have waited 5 s in all_reduce #57 for rank 2; rank 2 (pid 1002) is running"]
-
 
-def test_wait_in_which_nobody_is_missing_says_so() -> None:
-    bench = WaitingBench(2)
-    bench.come_to(57, 0, 1)
-    bench.wait_in(0)
-    bench.wait(1)
-    known = "as far as the server knows, every rank has begun it"
-    assert bench.notices == [f"ranks 0 and 1 have waited 5 s in all_reduce #57; {known}"]
-
-
-def in_message(rank: int, peer: int, line: int) -> str:
-    return f"message(rank {rank} to rank {peer}) after #3 (int64[3] 24 bytes, at train.py:{line} in step)"
-
-
-def test_ranks_that_wait_for_each_other_in_messages_are_told_with_their_lines() -> None:
-    bench = WaitingBench(3)
-    bench.come_to(3, 0, 1, 2)
-    for _ in range(2):  # of each message, though they have one collective before them
-        bench.send(0, FrameType.STUCK, "world", None, OF_MESSAGES, in_message(0, 1, 41), 5000, [1], False)
-        bench.wait(0.1)
-        bench.send(1, FrameType.STUCK, "world", None, OF_MESSAGES, in_message(1, 0, 50), 5010, [0], False)
-        bench.wait(20)
-    bench.send(0, FrameType.STUCK, "world", None, OF_MESSAGES, in_message(0, 1, 60), 5000, [1], False)
-    bench.wait(1)
-    told = (
-        f"rank 0 has waited 5 s in {in_message(0, 1, 41)} for rank 1\n"
-        f"  rank 1 has waited 5.01 s in {in_message(1, 0, 50)} for rank 0"
-    )
-    alone = (
-        f"rank 0 has waited 5 s in {in_message(0, 1, 60)} for rank 1; "
-        "rank 1 (pid 1001) is running, and has begun 3 collectives"
-    )
-    assert [notice for notice in bench.notices if " waited " in notice] == [told, told, alone]
-
-
-def test_the_verdict_on_messages_has_all_that_reached_the_deadline() -> None:
-    bench = WaitingBench(3)
-    bench.come_to(3, 0, 1, 2)
-    for rank, line in ((0, 41), (1, 50)):
-        what = in_message(rank, 1 - rank, line)
-        bench.send(rank, FrameType.STUCK, "world", None, OF_MESSAGES, what, 300_000, [1 - rank], True)
-    for rank in range(3):
-        bench.answer(rank, f"rank {rank} in send()", position=3)
-    kind, missing, text = bench.verdict()
-    assert (kind, missing) == (STUCK, (1,))
-    summary, *_, last = text.split("\n\n")
-    assert summary == (
-        f"rank 0 waited 300 s in {in_message(0, 1, 41)} for rank 1\n"
-        f"rank 1 waited 300 s in {in_message(1, 0, 50)} for rank 0\n"
-        f"ranks wait for each other in a circle: rank 0 waits in {in_message(0, 1, 41)} for rank 1, "
-        f"rank 1 waits in {in_message(1, 0, 50)} for rank 0"
-    )
-    assert last == "missing: rank 1 (pid 1001) is running, and has begun 3 collectives:\n  rank 1 in send()"
-
-
-def test_absent_rank_that_answers_is_named_to_all_itself_too() -> None:
-    bench = WaitingBench(4)
-    bench.come_to(57, 0, 1, 3)
-    bench.miss(0, [2])
-    assert [bench.inquiries(rank) for rank in range(4)] == [1] * 4
-    bench.miss(3, [2])  # asked once
-    assert bench.inquiries(1) == 0
-    for rank in (0, 1, 3):
-        bench.answer(rank, "in wait()")
-    bench.answer(2, "in load_batch()\nin read()", position=56)
-    kind, missing, text = bench.verdict()
-    assert (kind, missing) == (STUCK, (2,))
-    assert text.split("\n\n") == [
-        "ranks 0, 1 and 3 waited 300 s in all_reduce #57 for rank 2",
-        "ranks 0, 1 and 3:\n  in wait()",
-        "missing: rank 2 (pid 1002) is running, and has begun 56 collectives:\n  in load_batch()\n  in read()",
-        "rank 2 did not arrive at all_reduce #57: see the report of each missing rank above. If ranks need more time, "
-        "pass a longer collective_timeout_seconds to init_process_group()",
-    ]
-    assert bench.core.next_deadline() is None
-
-
-@pytest.mark.parametrize(
-    ("state", "says"),
-    [(ProcessState.RUNNING, "holds Python's lock"), (ProcessState.UNKNOWN, "cannot be seen from the server")],
-)
-def test_absent_rank_that_does_not_answer_is_named_so(state: ProcessState, says: str) -> None:
-    bench = WaitingBench(2)
-    bench.miss(0, [1])
-    bench.answer(0, "in wait()")
-    bench.wait(stuck.ANSWER_SECONDS)
-    bench.find(1, state)
-    bench.wait(0.05)
-    kind, missing, text = bench.verdict()
-    assert (kind, missing) == (STUCK, (1,))
-    assert "did not answer" in text
-    assert says in text
-
-
-def test_what_a_look_found_before_a_sign_of_life_means_nothing() -> None:
-    bench = WaitingBench(2)
-    bench.wait(2)
-    bench.find(1, ProcessState.STOPPED)
-    bench.come_to(56, 1)
-    bench.miss(0, [1])
-    bench.answer(0, "in wait()")
-    bench.wait(stuck.ANSWER_SECONDS)
-    bench.wait(0.05)
-    kind, missing, text = bench.verdict()
-    assert (kind, missing) == (STUCK, (1,))
-    assert "(it did not answer the server's status request in time)" in text
-
-
-@pytest.mark.parametrize("state", [state for state in ProcessState if state.is_fatal])
-def test_absent_rank_that_is_found_stopped_has_failed(state: ProcessState) -> None:
-    bench = WaitingBench(2)
-    bench.miss(0, [1])
-    bench.answer(0, "in wait()")
-    bench.wait(stuck.ANSWER_SECONDS)
-    bench.find(1, state)
-    bench.wait(0.05)
-    kind, missing, text = bench.verdict()
-    assert (kind, missing) == (SILENCE, ())
-    assert text.startswith(f"rank 1/2 (pid 1001) {state.value}")
-
-
-def test_verdict_comes_even_if_a_look_is_not_answered() -> None:
-    bench = WaitingBench(2)
-    bench.miss(0, [1])
-    bench.wait(stuck.ANSWER_SECONDS + 0.1)
-    assert bench.verdict()[:2] == (STUCK, (1,))
-
-
-def test_who_is_held_up_by_the_missing_rank_is_not_the_culprit() -> None:
-    """Rank 1 has not come because it waits for what rank 2 is to set."""
-    bench = WaitingBench(3)
-    bench.send(1, FrameType.GET, "set by rank 2", None)
-    bench.miss(0, [1, 2])
-    for rank in range(3):
-        bench.answer(rank, f"rank {rank} is here")
-    bench.wait(0)
-    [failed] = [message for message in bench.take(0) if message[0] is FrameType.FAILED]
-    assert failed[2:4] == (STUCK, 2)
-    assert failed[5] == (1, 2)
-    error = failure_of(Message(failed[0], 9, failed[1:]), "rank 0/3")
-    assert error.missing_ranks == (2, 1)  # type: ignore[attr-defined]
-
-
-def test_death_during_an_inquiry_is_the_verdict() -> None:
-    bench = WaitingBench(3)
-    bench.miss(0, [2])
-    bench.answer(0, "in wait()")
-    bench.lose(2)
-    assert bench.verdict()[0] == DEATH
-    bench.inbox.clear()
-    bench.answer(1, "in wait()")
-    bench.wait(10)
-    assert bench.inbox == {}
-
-
-def test_report_after_a_failure_starts_no_inquiry() -> None:
-    bench = WaitingBench(2)
-    bench.send(1, FrameType.REPORT_FAILURE, "ValueError", None)
-    bench.inbox.clear()
-    for rank in (0, 1):
-        bench.miss(rank, [1 - rank])
-    bench.wait(1)  # it has been pushed to all
-    assert bench.inbox == {}
-
-
-def test_two_stuck_at_once_are_one_verdict() -> None:
-    bench = WaitingBench(4)
-    bench.miss(0, [1], group="pair")
-    bench.miss(2, [3])
-    for rank in range(4):
-        assert bench.inquiries(rank) == 1
-        bench.answer(rank, f"rank {rank}")
-    kind, missing, text = bench.verdict()
-    assert (kind, missing) == (STUCK, (1,))
-    assert text.startswith("rank 0 waited 300 s in all_reduce #57 for rank 1\n")
-    assert "  rank 3" in text
-
-
-def test_rank_that_has_left_is_named_so_and_not_waited_for() -> None:
-    bench = WaitingBench(3)
-    bench.send(2, FrameType.LEAVE, "", None, 0)
-    bench.inbox.clear()
-    bench.miss(0, [2])
-    for rank in (0, 1):
-        bench.answer(rank, "in wait()")
-    kind, missing, text = bench.verdict()
-    assert (kind, missing) == (STUCK, (2,))
-    assert "rank 2 (pid 1002) has left" in text
-
-
-def test_answers_that_are_late_or_unasked_mean_nothing() -> None:
-    bench = WaitingBench(2)
-    bench.answer(1, "unasked")
-    bench.miss(0, [1])
-    bench.answer(0, "in wait()")
-    bench.wait(stuck.ANSWER_SECONDS + 0.1)
-    assert "unasked" not in bench.verdict()[2]
-    bench.answer(1, "late")
-    assert bench.inbox == {}
-
-
-def test_missing_ranks_that_do_not_exist_are_left_out() -> None:
-    bench = WaitingBench(2)
-    bench.miss(0, [0, 1, 7])
-    for rank in (0, 1):
-        bench.answer(rank, "")
-    assert bench.verdict()[1] == (1,)
-
-
-def test_report_before_the_generation_has_formed_is_left_out() -> None:
-    bench = Bench(2)
-    bench.join(0, 0)
-    bench.take(0)
-    for is_over in (True, False):
-        bench.send(0, FrameType.STUCK, "world", None, 1, WHAT, 1, None, is_over)
-    assert bench.take(0) == []
-
-
-def test_reports_of_many_ranks_fit_one_frame_the_missing_ones_last() -> None:
-    bench = WaitingBench(100)
-    bench.miss(0, [98, 99])
-    for rank in range(100):
-        bench.answer(rank, f"rank {rank} " + "é" * (MAX_REPORT_BYTES // 2 - 10))
-    _, missing, text = bench.verdict()
-    assert missing == (98, 99)
-    assert len(text.encode()) <= MAX_FAILURE_BYTES - 3 * 2
-    assert text.index("  rank 0 ") < text.index("  rank 98 ") < text.index("  rank 99 ")
-    assert "\n\nand 68 more reports, left out here\n\nranks 98 and 99 did not arrive at all_reduce #57" in text
-
-
-def test_waits_do_not_pile_up() -> None:
-    bench = WaitingBench(2)
-    for position in range(3000):
-        bench.wait_in(0, [1], position)
-        bench.wait(1)
-    [generation] = bench.core._generations
-    assert len(generation.stuck._reports) <= 1024
-
-
-happenings = st.lists(
-    st.tuples(
-        st.sampled_from(["miss", "wait_in", "answer", "beat", "lose", "bye", "find", "wait"]),
-        st.integers(0, 3),
-        st.integers(55, 59),
-        st.none() | st.lists(st.integers(0, 3), unique=True).map(sorted),
-        st.sampled_from(list(ProcessState)),
-    ),
-    max_size=40,
-)
-
-
-@settings(max_examples=200)
-@given(happenings)
-def test_any_order_of_events_ends_in_at_most_one_verdict_for_all(happenings: list[tuple]) -> None:
-    bench = WaitingBench(4)
-    for what, rank, position, missing, state in happenings:
-        if rank not in bench.core._member_of:
-            continue
-        if what in ("miss", "wait_in"):
-            getattr(bench, what)(rank, missing, position)
-        elif what == "answer":
-            bench.answer(rank, f"rank {rank}", position)
-        elif what == "beat":
-            bench.send(rank, FrameType.HEARTBEAT, {"world": position})
-        elif what == "lose":
-            bench.lose(rank)
-        elif what == "bye":
-            bench.send(rank, FrameType.LEAVE, "", None, 0)
-        elif what == "find":
-            bench.find(rank, state)
-        else:
-            bench.wait(0.2)
-    bench.wait(stuck.ANSWER_SECONDS + 1)
-    told = {rank: [m[2:] for m in bench.take(rank) if m[0] is FrameType.FAILED and m[1] == 0] for rank in range(4)}
-    verdicts = {verdict for rank in range(4) for verdict in told[rank]}
-    assert len(verdicts) <= 1
-    asked = any(what == "miss" for what, *_ in happenings)
-    generations = bench.core._generations
-    if asked and generations and generations[0].failure is None:
-        # Whoever asked has left since, or was never there.
-        assert generations[0].stuck._inquiry is None
-
-
-# Groups.
-
-
-def test_only_members_of_the_group_can_be_missing() -> None:
-    bench = WaitingBench(4)
-    bench.come_to(57, 0, group="pair")
-    bench.come_to(99, 1, 2)  # of the world
-    bench.wait_in(0, group="pair", ranks=[0, 3])
-    bench.wait(1)
-    assert bench.notices == ["rank 0 has waited 5 s in all_reduce #57 for rank 3; rank 3 (pid 1003) is running"]
-
-
-def test_verdict_on_a_group_goes_to_all_and_names_its_members() -> None:
-    bench = WaitingBench(4)
-    bench.come_to(57, 1, group="pair")
-    bench.come_to(57, 0, 2)
-    bench.miss(1, group="pair", ranks=[1, 3])
-    for rank in range(4):
-        bench.answer(rank, f"rank {rank} is here")
-    kind, missing, text = bench.verdict()
-    assert (kind, missing) == (STUCK, (3,))
-    assert text.startswith("rank 1 waited 300 s in all_reduce #57 for rank 3\n")
-
-
-@pytest.mark.parametrize(("told_groups", "missing"), [(MAX_STATUS_GROUPS - 1, (1,)), (MAX_STATUS_GROUPS, ())])
-def test_who_tells_of_all_the_groups_it_may_can_be_anywhere_in_others(told_groups: int, missing: tuple) -> None:
-    bench = WaitingBench(3)
-    bench.miss(0, group="pair", ranks=[0, 1])
-    bench.send(0, FrameType.STATUS, {"pair": (57, [])}, "in wait()")
-    bench.send(1, FrameType.STATUS, {f"group {n}": (9, []) for n in range(told_groups)}, "in wait()")
-    bench.send(2, FrameType.STATUS, {}, "in wait()")
-    assert bench.verdict()[:2] == (STUCK, missing)
-
-
-def tell(bench: WaitingBench, rank: int, **groups: list[tuple[int, str, bool]]) -> None:
-    history = {
-        name: [[number, hash(what) % 2**64, what, runs] for number, what, runs in calls]
-        for name, calls in groups.items()
-    }
-    bench.histories[rank] = history
-
-
-def test_report_begins_with_what_a_rank_did_differently() -> None:
-    bench = WaitingBench(3)
-    bench.come_to(57, 0, 1)
-    bench.miss(0, [2])
-    for rank in range(3):
-        tell(bench, rank, world=[(55, "barrier", False), (56, "flush" if rank == 1 else "all_reduce(sum)", False)])
-        bench.answer(rank, f"in wait() of {rank}")
-    _, missing, text = bench.verdict()
-    assert missing == (2,)
-    assert text.splitlines()[:3] == [
-        "ranks 0 and 1 waited 300 s in all_reduce #57 for rank 2",
-        "rank 1 called flush as #56 of group 'world', where the others called all_reduce(sum)",
-        "",
-    ]
-
-
-def test_report_begins_with_a_circle_of_ranks() -> None:
-    bench = WaitingBench(2)
-    bench.come_to(3, 0, group="a")
-    bench.come_to(5, 1, group="b")
-    bench.wait_in(1, [0], 5, "b")
-    bench.miss(0, [1], 3, "a")
-    tell(bench, 0, a=[(3, "barrier", True)], b=[(4, "barrier", False)])
-    tell(bench, 1, a=[(2, "barrier", False)], b=[(5, "all_reduce(sum)", True)])
-    for rank in range(2):
-        status = {name: (calls[-1][0], calls) for name, calls in bench.histories[rank].items()}
-        bench.send(rank, FrameType.STATUS, status, "in wait()")
-    assert bench.verdict()[2].splitlines()[1] == (
-        "ranks wait for each other in a circle: rank 0 waits in barrier (#3 of group 'a') for rank 1, "
-        "rank 1 waits in all_reduce(sum) (#5 of group 'b') for rank 0"
-    )
-
-
-def test_histories_that_answer_no_inquiry_are_left_out() -> None:
-    bench = WaitingBench(2)
-    bench.come_to(57, 0)
-    tell(bench, 1, world=[(56, "flush", False)])
-    bench.answer(1, "unasked")
-    bench.miss(0, [1])
-    tell(bench, 0, world=[(56, "barrier", False)])
-    for rank in range(2):
-        bench.answer(rank, "in wait()")
-    assert "called" not in bench.verdict()[2]
+import gradsync as gs
+from commands import wait_until
+from rendezvous.clients import connect, failure_of, on_each, thread_of, together, world, world_with_peer
+from rendezvous.peer import PATIENCE_SECONDS, FakeServer, Kind, accept_join
+
+WHAT = "all_reduce #7 (float32[4] 16 bytes, at train.py:41 in step)"
+OF_MESSAGES = 0  # in place of a collective's number: a wait in a send or receive
+
+
+def describe(client, positions, text, calls=None):
+    client.describe_with(lambda: positions, lambda: (text, calls or {}))
+
+
+def stuck_error(client, group="world", number=7, what=WHAT, missing=None):
+    """What a rank raises whose collective has reached its deadline."""
+    try:
+        client.report_stuck(group, number, what, 300.0, missing)
+    except gs.GradsyncError as error:
+        return error
+
+
+def text_of(error):
+    """The report without what differs between ranks and runs."""
+    return re.sub(r"pid \d+", "pid PID", str(error).partition(": ")[2])
+
+
+@pytest.mark.ranks(3, fresh=True, options={"collective_timeout_seconds": 0.5})
+def test_a_rank_that_does_not_come_is_named_to_all_with_the_line_that_waits(comm, tmp_path):
+    if comm.rank == 1:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    with pytest.raises(gs.CollectiveTimeout, match="test_stuck.py") as raised:
+        comm.barrier()
+    assert raised.value.missing_ranks == (1,)
+    (tmp_path / str(comm.rank)).touch()
+
+
+def test_all_ranks_get_one_report(file_regression):
+    with world(4) as clients:
+        where = ["in wait()", "in load_batch()\nin read()", "in wait()", "in wait()"]
+        for client in clients:
+            describe(client, {"world": 6 if client.rank == 1 else 7}, where[client.rank])
+        calls = [lambda client=client: stuck_error(client) for client in (clients[0], clients[2])]
+        errors = together(*calls, lambda: failure_of(clients[1]), lambda: failure_of(clients[3]))
+        assert [type(error) for error in errors] == [gs.CollectiveTimeout] * 4
+        assert {error.missing_ranks for error in errors} == {(1,)}
+        [text] = {text_of(error) for error in errors}
+        file_regression.check(text)
+        for client in clients:
+            client.report_waiting("world", 7, WHAT, 5.0, [1])  # too late, and harmless
+            with pytest.raises(gs.CollectiveTimeout):
+                client.check()
+
+
+def test_what_a_rank_did_differently_begins_the_report(file_regression):
+    with world(3) as clients:
+        for client in clients:
+            what = "flush" if client.rank == 1 else "all_reduce(sum)"
+            calls = [(5, 1, "barrier", False), (6, 2 + (client.rank == 1), what, False)]
+            describe(client, {"world": 6}, "in wait()", {"world": calls})
+        error = stuck_error(clients[0], missing=[2])
+        assert error.missing_ranks == (2,)
+        file_regression.check(text_of(error))
+
+
+def test_ranks_that_wait_for_each_other_are_a_circle(file_regression):
+    """In messages: each sends first, and nobody receives."""
+    with world(2) as clients:
+        for client in clients:
+            describe(client, {"world": 3}, f"rank {client.rank} in send()")
+
+        def wait(client):
+            other = 1 - client.rank
+            what = f"message(rank {client.rank} to rank {other}) after #3 (at train.py:{41 + client.rank} in step)"
+            client.report_waiting("world", OF_MESSAGES, what, 5.0, [other])
+            client.barrier("both have said it")
+            return failure_of(client) if client.rank else stuck_error(client, "world", OF_MESSAGES, what, [other])
+
+        errors = on_each(clients, wait)
+        assert [type(error) for error in errors] == [gs.CollectiveTimeout] * 2
+        [text] = {text_of(error) for error in errors}
+        file_regression.check(text)
+
+
+def test_a_circle_of_two_groups_is_found():
+    with world(2) as clients:
+        describe(clients[0], {"a": 3, "b": 4}, "", {"a": [(3, 1, "barrier", True)], "b": [(4, 1, "barrier", False)]})
+        describe(clients[1], {"a": 2, "b": 5}, "", {"a": [(2, 1, "barrier", False)], "b": [(5, 2, "all_reduce", True)]})
+        clients[1].report_waiting("b", 5, "all_reduce #5", 5.0, [0])
+        clients[1].set("said", b"")
+        clients[0].get("said")
+        error = stuck_error(clients[0], "a", 3, "barrier #3", [1])
+        assert error.missing_ranks == (1,)
+        assert "circle" in str(error)
+
+
+def test_a_group_s_members_alone_can_be_missing():
+    with world(3) as clients:
+        describe(clients[0], {"pair": 4}, "here")
+        pair = clients[0].group([2, 0], "pair")
+        error = stuck_error(pair, "pair", 4, "barrier #4")
+        assert error.missing_ranks == (2,)
+        assert failure_of(clients[1]).missing_ranks == (2,)
+        assert pair.has_failed()
+
+
+@pytest.mark.parametrize(("groups", "missing"), [(15, (2,)), (16, ())])
+def test_a_rank_that_names_as_many_groups_as_it_may_can_be_anywhere_in_others(groups, missing):
+    with world_with_peer(3) as (clients, peer):
+        for client in clients:
+            describe(client, {"pair": 4}, "")
+        with thread_of(lambda: stuck_error(clients[0], "pair", 4, "barrier #4")) as got:
+            assert peer.answer().kind == Kind.STATUS_REQUEST
+            peer.send(Kind.STATUS, {f"group {number}": [9, []] for number in range(groups)}, "")
+            assert got().missing_ranks == missing
+
+
+def test_ranks_that_do_not_exist_and_the_rank_itself_are_not_missing():
+    with world(3) as clients:
+        assert stuck_error(clients[0], missing=[0, 1, 7]).missing_ranks == (1,)
+
+
+def test_a_rank_that_has_left_is_missing_and_not_asked():
+    with world(3) as clients:
+        clients[2].close()
+        error = stuck_error(clients[0], missing=[2])
+        assert error.missing_ranks == (2,)
+        assert "has left" in str(error)
+
+
+def test_a_rank_that_is_itself_held_up_is_not_the_first_to_blame():
+    """Rank 1 waits for what rank 2 is to set."""
+    with (
+        world_with_peer(3, rank=1) as (clients, peer),
+        thread_of(lambda: stuck_error(clients[0], missing=[1, 2])) as got,
+    ):
+        assert peer.answer().kind == Kind.STATUS_REQUEST
+        peer.send(Kind.GET, "set by rank 2", None)
+        peer.send(Kind.STATUS, {}, "in get()")
+        assert got().missing_ranks == (2, 1)
+
+
+def test_the_death_of_a_rank_that_is_asked_is_the_failure():
+    with world_with_peer(3) as (clients, peer), thread_of(lambda: stuck_error(clients[0], missing=[2])) as waiting:
+        assert peer.answer().kind == Kind.STATUS_REQUEST
+        peer.stream.close()
+        error = waiting()
+        assert (type(error), error.rank) == (gs.RankFailed, 2)
+
+
+def test_a_rank_that_does_not_answer_is_missing_all_the_same():
+    with world_with_peer(2) as (clients, peer):
+        describe(clients[0], {"world": 7}, "in wait()")
+        error = stuck_error(clients[0], missing=[1])
+        assert (type(error), error.missing_ranks) == (gs.CollectiveTimeout, (1,))
+        assert "did not answer" in str(error)
+        assert peer.answer().kind == Kind.STATUS_REQUEST  # once
+        assert peer.answer().kind == Kind.FAILED
+
+
+def test_an_answer_that_nobody_has_asked_for_is_not_in_the_report():
+    with world_with_peer(2) as (clients, peer):
+        peer.send(Kind.STATUS, {"world": [7, [[7, 9, "flush", True]]]}, "unasked")
+        with thread_of(lambda: stuck_error(clients[0], missing=[1])) as waiting:
+            assert peer.answer().kind == Kind.STATUS_REQUEST
+            peer.send(Kind.STATUS, {"world": [6, []]}, "asked")
+            text = str(waiting())
+        assert "unasked" not in text
+        assert "asked" in text
+
+
+def test_a_report_after_a_failure_gets_that_failure():
+    with world_with_peer(2) as (clients, peer):
+        clients[0].report_failure("ValueError")
+        assert type(stuck_error(clients[0], missing=[1])) is gs.RankFailed
+        assert peer.answer().kind == Kind.FAILED
+        for is_over in (True, False):
+            peer.send(Kind.STUCK, "world", None, 7, WHAT, 300_000, [0], is_over)
+        assert peer.ask(Kind.SET, "key", b"").kind == Kind.FAILED
+
+
+def test_a_rank_that_says_too_much_or_raises_harms_nobody():
+    with world(3) as clients:
+        clients[0].describe_with(lambda: 1 / 0, lambda: 1 / 0)
+        calls = [(number, number, "x" * 500, True) for number in range(300)]
+        clients[1].describe_with(
+            lambda: {"g" * 2000: -3, **{str(number): number for number in range(40)}},
+            lambda: ("é" * 20_000, {"0": calls}),
+        )
+        error = stuck_error(clients[2], missing=[1])
+        assert (type(error), error.missing_ranks) == (gs.CollectiveTimeout, (1,))
+        assert "ZeroDivisionError" in str(error)
+        assert "ééé" in str(error)
+
+
+def test_reports_of_many_ranks_fit_and_the_missing_ones_are_kept():
+    with world(40) as clients:
+        for client in clients:
+            describe(client, {"world": 7}, f"this is rank {client.rank}; " + "é" * 8000)
+        text = str(stuck_error(clients[0], missing=[38, 39]))
+        assert "this is rank 38" in text
+        assert "this is rank 39" in text
+        assert "left out" in text
+
+
+def test_a_report_that_takes_long_holds_up_nothing_else():
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def report():
+        asked.set()
+        assert goes_on.wait(PATIENCE_SECONDS)
+        return "after all", {}
+
+    with world(2) as clients:
+        clients[1].describe_with(dict, report)
+        with thread_of(lambda: stuck_error(clients[0], missing=[1])) as waiting:
+            assert asked.wait(PATIENCE_SECONDS)
+            clients[1].set("key", b"value")
+            assert clients[1].get("key") == b"value"
+            goes_on.set()
+            assert "after all" in str(waiting())
+
+
+@pytest.mark.slow  # ten seconds
+def test_a_server_that_does_not_answer_leaves_the_rank_s_own_view():
+    def serve(peer):
+        accept_join(peer)
+        while (message := peer.receive()) is not None and message.kind != Kind.LEAVE:
+            if message.kind == Kind.HEARTBEAT:
+                peer.send(Kind.PULSE)
+
+    with FakeServer(serve) as server, connect(server.address) as client:
+        error = stuck_error(client, missing=[2])
+        assert (type(error), error.missing_ranks) == (gs.CollectiveTimeout, (2,))
+
+
+# -- Notices ----------------------------------------------------------------------------------------------------------
+
+
+def notices(caplog):
+    return [record.getMessage() for record in caplog.records if " waited " in record.getMessage()]
+
+
+def test_one_notice_says_who_waits_for_whom(caplog):
+    with caplog.at_level(logging.WARNING, "gradsync"), world(4) as clients:
+        for client in (clients[0], clients[3], clients[1]):
+            client.report_waiting("world", 4, "barrier #4", 5.0, [2])
+        wait_until(lambda: notices(caplog))
+        clients[1].report_waiting("world", 4, "barrier #4", 15.0, [2])
+        clients[1].report_waiting("world", 5, "barrier #5", 5.0, [2])
+        wait_until(lambda: len(notices(caplog)) > 1)
+        first, second = notices(caplog)
+        assert first.startswith("gradsync: ranks 0, 1 and 3 have waited 5 s in barrier #4 for rank 2; rank 2 (pid ")
+        assert "barrier #5" in second
+
+
+def test_who_is_missing_follows_from_what_each_rank_has_begun():
+    with world_with_peer(3) as (clients, peer):
+        describe(clients[0], {"world": 7}, "")
+        describe(clients[1], {"world": 8}, "")  # launched ahead, on a GPU
+        peer.send(Kind.HEARTBEAT, {"world": 6})
+        with thread_of(lambda: stuck_error(clients[0])) as waiting:
+            while (kind := peer.answer().kind) != Kind.STATUS_REQUEST:
+                assert kind == Kind.REPLY
+            peer.send(Kind.STATUS, {"world": [6, []]}, "")
+            assert waiting().missing_ranks == (2,)
+
+
+def test_waits_in_messages_are_all_in_the_notice_with_their_lines(caplog):
+    with caplog.at_level(logging.WARNING, "gradsync"), world(2) as clients:
+        for client in clients:
+            what = f"message({client.rank} to {1 - client.rank}) at train.py:{41 + client.rank}"
+            client.report_waiting("world", OF_MESSAGES, what, 5.0, [1 - client.rank])
+        wait_until(lambda: notices(caplog))
+        [notice] = notices(caplog)
+        assert "train.py:41" in notice
+        assert "train.py:42" in notice

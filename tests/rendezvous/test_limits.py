@@ -1,0 +1,315 @@
+"""Strangers, and members that have gone mad: limits hold, and the ranks of a run notice nothing. Many ranks at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import socket
+import sys
+import threading
+import time
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradsync as gs
+from commands import wait_until
+from gradsync.rendezvous.server import RendezvousServer
+from rendezvous.clients import connect, join_all, on_each, thread_of, world
+from rendezvous.peer import SECRET, FakeServer, Kind, Peer, hello
+
+STRANGERS_AT_ONCE = 64  # docs/security.md: and one for each rank
+
+
+def dial(address):
+    host, _, port = address.rpartition(":")
+    stream = socket.create_connection((host, int(port)), timeout=60)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return stream
+
+
+def is_ended(stream):
+    """Whether the other side has ended the connection by now."""
+    stream.setblocking(False)
+    try:
+        return stream.recv(4096) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def test_strangers_that_are_silent_or_slow_are_ended_after_seconds():
+    with world(2) as clients:
+        address = clients[0].address
+        with dial(address) as silent, dial(address) as after_hello, dial(address) as slow:
+            after_hello.sendall(hello() + bytes(32))
+            assert after_hello.recv(4096)  # the CHALLENGE
+            letters = iter(hello() + bytes(32))
+            while not is_ended(slow):
+                with contextlib.suppress(OSError):
+                    slow.send(bytes([next(letters)]))
+                time.sleep(0.1)
+            assert next(letters, None) is not None, "its whole HELLO was read"
+            wait_until(lambda: is_ended(silent) and is_ended(after_hello))
+        on_each(clients, lambda client: client.barrier())
+
+
+def test_of_too_many_strangers_the_oldest_are_ended_and_none_costs_a_thread():
+    with world(3) as clients, contextlib.ExitStack() as stack:
+        threads = set(threading.enumerate())
+        streams = [stack.enter_context(dial(clients[0].address)) for _ in range(3 + STRANGERS_AT_ONCE + 20)]
+        for stream in streams[:20]:
+            assert stream.recv(1) == b""
+        assert not any(is_ended(stream) for stream in streams[20:])
+        assert set(threading.enumerate()) <= threads
+        on_each(clients, lambda client: client.barrier())
+
+
+STRANGERS = (
+    lambda rng: rng.randbytes(rng.randint(1, 2000)),
+    lambda rng: (2**31).to_bytes(4, "big"),
+    lambda rng: b"",
+    lambda rng: None,  # hangs up
+    lambda rng: hello() + bytes(32),
+    lambda rng: b"GET / HTTP/1.1\r\nHost: node\r\n\r\n",
+    lambda rng: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(500),
+    lambda rng: hello() + bytes(32) + rng.randbytes(100_000),
+)
+
+
+def test_ranks_that_join_work_and_leave_notice_no_strangers():
+    """Some hundred strangers are there at any time: more than the server lets in, so that it drops ranks, too."""
+    over, begun = threading.Event(), threading.Event()
+    rng = random.Random(7)
+
+    def disturb():
+        kept = []
+        while not over.is_set():
+            for say in STRANGERS:
+                stream = dial(server.address)
+                text = say(rng)
+                stream.setblocking(False)
+                with contextlib.suppress(OSError):
+                    stream.send(text or b"")
+                stream.close() if text is None else kept.append(stream)
+            while len(kept) > 100:
+                begun.set()
+                kept.pop(rng.randrange(len(kept))).close()
+            time.sleep(0.001)
+        for stream in kept:
+            stream.close()
+
+    def live(client):
+        client.set(f"from {client.rank}", bytes([client.rank]))
+        client.barrier()
+        assert client.get(f"from {(client.rank + 1) % 8}") == bytes([(client.rank + 1) % 8])
+        client.close()
+
+    descriptors = os.listdir("/proc/self/fd")
+    with RendezvousServer(8, secret=SECRET) as server, thread_of(disturb) as disturbing:
+        assert begun.wait(60)
+        for number in range(1, 6):
+            clients = join_all(server, 8)
+            assert {client.generation for client in clients} == {number}
+            assert on_each(clients, live) == [None] * 8
+        over.set()
+        assert disturbing() is None
+        assert server.wait_until_empty(60)
+    assert len(os.listdir("/proc/self/fd")) == len(descriptors)
+
+
+def test_a_server_without_free_descriptors_goes_on_once_there_are_some(cli, secret_file):
+    limited = ["sh", "-c", 'ulimit -n 40; exec "$@"', "sh", sys.executable, "-m", "gradsync"]
+    server = cli.start_program(*limited, "serve", "--world-size", 1, "--secret-file", secret_file)
+    address = server.stdout.readline().strip()
+    with contextlib.ExitStack() as stack:
+        for _ in range(50):
+            stack.enter_context(dial(address))
+        with connect(address) as client:
+            client.barrier()
+    with connect(address) as client:
+        client.barrier()
+    server.terminate()
+    result = server.result()
+    assert result.code == 0
+    assert "cannot accept connections" in result.err
+
+
+@pytest.fixture
+def secret_file(tmp_path):
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    path.write_text(SECRET.hex())
+    return path
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_raised_or_worth_a_warning(monkeypatch, caplog):
+    limits = [(1024, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
+    for ranks, soft, warns in ((100, 1024, False), (1000, 2320, False), (9000, 4096, True)):
+        RendezvousServer(ranks, secret=SECRET).stop()
+        assert limits[-1] == (soft, 4096)
+        assert bool(caplog.records) is warns
+
+
+# -- Members that have gone mad ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def address():
+    with RendezvousServer(1, secret=SECRET) as server:
+        yield server.address
+        with connect(server) as client:
+            client.barrier()
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(0, 9), inner),
+    max_leaves=4,
+)
+BODIES = st.binary() | st.lists(VALUES, max_size=4).map(msgpack.packb)
+
+
+@settings(max_examples=100)
+@given(
+    kind=st.sampled_from(list(Kind)) | st.integers(0, 255),
+    bodies=st.lists(BODIES, min_size=1, max_size=3),
+    joins=st.booleans(),
+)
+def test_whatever_a_member_says_ends_its_own_connection_at_most(address, kind, bodies, joins):
+    with Peer.of_client(address) as peer:
+        if joins:
+            assert peer.join().kind == Kind.REPLY
+        with contextlib.suppress(OSError):
+            for body in bodies:
+                peer.stream.sendall(peer.seal(kind, body=body))
+            peer.stream.shutdown(socket.SHUT_WR)
+        peer.rest()
+
+
+STEPS = st.one_of(
+    st.tuples(st.just(Kind.SET), st.sampled_from("ab"), st.binary(max_size=3)),
+    st.tuples(st.just(Kind.GET), st.sampled_from("ab"), st.none() | st.integers(0, 3)),
+    st.tuples(st.just(Kind.DELETE), st.sampled_from("ab")),
+    st.tuples(
+        st.just(Kind.EXCHANGE),
+        st.sampled_from("ab"),
+        st.sampled_from([None, [], [0], [0, 1], [1], [0, 5]]),
+        st.binary(max_size=3),
+    ),
+    st.tuples(
+        st.just(Kind.LEAVE),
+        st.sampled_from(["a", "b", ""]),
+        st.sampled_from([None, [], [0], [1], [0, 5]]),
+        st.integers(0, 3),
+    ),
+    st.tuples(st.just(Kind.LEFT_RANKS), st.sampled_from("ab"), st.sampled_from([None, [], [0, 1], [0, 5]])),
+    st.tuples(st.just(Kind.CANCEL), st.integers(0, 12)),
+    st.tuples(st.just(Kind.REPORT_FAILURE), st.text(max_size=3), st.none() | st.integers(0, 3)),
+    st.tuples(st.just(Kind.HEARTBEAT), st.dictionaries(st.sampled_from("ab"), st.integers(0, 3))),
+    st.tuples(
+        st.just(Kind.STUCK),
+        st.sampled_from("ab"),
+        st.sampled_from([None, [], [0, 1], [0, 5]]),
+        st.integers(0, 3),
+        st.text(max_size=3),
+        st.integers(0, 9),
+        st.sampled_from([None, [], [0], [1], [5]]),
+        st.booleans(),
+    ),
+    st.tuples(st.just(Kind.STATUS), st.just({"a": [1, [[1, 7, "barrier", True]]]}), st.text(max_size=3)),
+    st.tuples(st.just(Kind.JOIN), st.integers(0, 3), st.integers(0, 3), st.just("m"), st.just("h"), st.just(0)),
+)
+
+
+@settings(max_examples=100)
+@given(steps=st.lists(st.tuples(st.integers(0, 1), STEPS), max_size=12))
+def test_any_order_of_valid_messages_leaves_the_server_well(two_ranks, steps):
+    """Whatever two ranks have said, two others can join after them."""
+    peers = [Peer.of_client(two_ranks) for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        for rank, peer in enumerate(peers):
+            stack.enter_context(peer)
+            peer.send(Kind.JOIN, rank, 2, "machine", "host", 0)
+        for peer in peers:
+            assert peer.answer().kind == Kind.REPLY
+        for rank, step in steps:
+            with contextlib.suppress(OSError):
+                peers[rank].send(*step)
+        for peer in peers:
+            with contextlib.suppress(OSError):
+                peer.stream.shutdown(socket.SHUT_WR)
+        for peer in peers:
+            peer.rest()
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    with RendezvousServer(2, secret=SECRET) as server:
+        yield server.address
+        assert on_each(join_all(server, 2), lambda client: (client.barrier(), client.close())) == [(None, None)] * 2
+
+
+@settings(max_examples=50)
+@given(answer=st.binary(min_size=41, max_size=400))
+def test_whatever_answers_a_client_s_hello_is_a_typed_error(answer):
+    def serve(peer):
+        peer.raw_frame()
+        peer.stream.sendall(len(answer).to_bytes(4, "big") + answer)
+        peer.stream.recv(1)
+
+    with FakeServer(serve) as server, pytest.raises(gs.RendezvousError) as raised:
+        connect(server.address)
+    assert not isinstance(raised.value, gs.RendezvousTimeout)
+
+
+# -- Many ranks -------------------------------------------------------------------------------------------------------
+
+
+def test_a_hundred_ranks_join_share_an_id_pass_barriers_and_leave():
+    size = 130  # a server of so many gathers heartbeats, and answers them together
+    with RendezvousServer(size, secret=SECRET) as server, contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(Peer.of_client(server.address)) for _ in range(size)]
+        for rank, peer in enumerate(peers):
+            peer.send(Kind.JOIN, rank, size, "machine", "host", 0)
+        assert {tuple(peer.answer().fields[1]) for peer in peers} == {(1,)}
+        for peer in peers[1:]:
+            peer.send(Kind.GET, "id", 0)
+        peers[0].ask(Kind.SET, "id", b"i" * 128)
+        assert {peer.answer().fields[1] for peer in peers[1:]} == {b"i" * 128}
+        for _ in range(2):
+            for peer in peers:
+                peer.send(Kind.HEARTBEAT, {})
+                peer.send(Kind.EXCHANGE, "all", None, b"")
+            assert {peer.receive().kind for peer in peers} == {Kind.PULSE}
+            assert {peer.answer().kind for peer in peers} == {Kind.REPLY}
+        for peer in peers:
+            peer.send(Kind.EXCHANGE, "values", None, b"v" * 1000)
+        for peer in peers:
+            values = []
+            while len(values) < size:
+                message = peer.answer()
+                values += message.fields[2]
+                assert message.fields[1] is (len(values) == size)
+        for peer in peers:
+            peer.leave()
+        assert server.wait_until_empty(60)
+
+
+def test_many_clients_come_at_once():
+    with world(48) as clients:
+        assert (
+            on_each(clients, lambda client: client.exchange("x", b"%d" % client.rank))
+            == [[b"%d" % rank for rank in range(48)]] * 48
+        )
+        clients[17].abandon()
+        others = clients[:17] + clients[18:]
+        errors = on_each(others, lambda client: client.barrier())
+        assert {(type(error), error.rank) for error in errors} == {(gs.RankFailed, 17)}

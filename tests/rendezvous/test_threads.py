@@ -1,0 +1,281 @@
+"""Threads, forks and signal handlers of a rank: none of them tears a message, holds up the end, or hides a death."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+import gradsync as gs
+from commands import is_running, wait_until
+from gradsync.rendezvous.server import RendezvousServer
+from rendezvous.clients import connect, join_all, on_each, together
+from rendezvous.peer import SECRET
+
+
+class Interrupt(Exception):
+    pass
+
+
+def interrupted(function, number):
+    """Calls a function, with a signal at the n-th point where Python looks for signals; says whether it came there.
+
+    Python looks as a function of Python begins, and after a call has returned.
+    """
+    count = 0
+
+    def strike(_frame, event, _argument):
+        nonlocal count
+        count += event in ("call", "return", "c_return", "c_exception")
+        if count == number:
+            signal.raise_signal(signal.SIGUSR1)
+
+    def handle(*_):
+        raise Interrupt
+
+    gc.disable()  # what a handler raises in a destructor is lost
+    kept = signal.signal(signal.SIGUSR1, handle)
+    sys.setprofile(strike)
+    try:
+        function()
+    except (Interrupt, gs.CollectiveTimeout, gs.RendezvousTimeout, gs.RankFailed):
+        pass
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGUSR1, kept)
+        gc.enable()
+    return count >= number
+
+
+CALLS = {
+    "barrier": lambda client: client.barrier(timeout_seconds=0.002),
+    "exchange": lambda client: client.exchange("x", b"", timeout_seconds=0.002),
+    "set": lambda client: client.set("k", b"v"),
+    "report_stuck": lambda client: client.report_stuck("world", 1, "barrier #1", 5.0, [1]),
+    "report_failure": lambda client: client.report_failure("why"),
+    "announce_left": lambda client: client.announce_left("comm", 1),
+    "close": lambda client: client.close(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_handler_that_raises_at_any_point_keeps_no_rank_from_ending(name):
+    number, struck = 0, True
+    while struck:
+        number += 1
+        with RendezvousServer(2, secret=SECRET) as server:
+            client, other = join_all(server, 2)
+            struck = interrupted(lambda client=client: CALLS[name](client), number)
+            assert together(client.close, other.close) == [None, None], f"call {number}"
+            client.abandon()
+    assert number > 5
+
+
+@pytest.mark.parametrize("name", ["barrier", "set", "announce_left"])
+def test_a_rank_goes_on_after_a_handler_has_raised_at_any_point(name):
+    """Each message has the number after the last one's; the server ends a connection that loses or repeats one."""
+    number, struck = 0, True
+    with RendezvousServer(2, secret=SECRET) as server:
+        client, other = join_all(server, 2)
+        while struck:
+            number += 1
+            struck = interrupted(lambda: CALLS[name](client), number)
+            client.set("after", b"%d" % number)
+            assert other.get("after") == b"%d" % number
+        together(client.close, other.close)
+    assert number > 5
+
+
+def test_no_byte_is_lost_or_sent_twice_by_a_timer_whose_handler_raises():
+    """At points that are no calls of Python, too: in the middle of a send."""
+    armed = False
+
+    def handle(*_):
+        nonlocal armed
+        if armed:
+            armed = False
+            raise Interrupt
+
+    kept = signal.signal(signal.SIGALRM, handle)
+    try:
+        with RendezvousServer(2, secret=SECRET) as server:
+            client, other = join_all(server, 2)
+            interrupts = 0
+            while interrupts < 100:
+                signal.setitimer(signal.ITIMER_REAL, 0.0003)
+                try:
+                    armed = True
+                    for number in range(20):
+                        client.announce_left(f"comm {number}", number)
+                    client.set("key", bytes(30_000))
+                    armed = False
+                except Interrupt:
+                    interrupts += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            client.set("key", b"in step")
+            assert other.get("key") == b"in step"
+            together(client.close, other.close)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, kept)
+
+
+HANDLER = """
+import faulthandler, signal, sys
+from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.server import RendezvousServer
+faulthandler.dump_traceback_later(10, exit=True)
+secret = b"s" * 32
+at = struck = 0
+
+def strike(_frame, event, _argument):
+    global at
+    at += event in ("call", "return", "c_return", "c_exception")
+    if at == number:
+        sys.setprofile(None)
+        signal.raise_signal(signal.SIGTERM)
+
+for number in range(1, 10_000):
+    with RendezvousServer(1, secret=secret) as server:
+        client = RendezvousClient.connect(server.address, secret=secret, rank=0, world_size=1)
+        signal.signal(signal.SIGTERM, lambda *_: (client.report_failure("preempted"), client.close()))
+        at = 0
+        sys.setprofile(strike)
+        try:
+            client.set("key", b"value")
+        except Exception:
+            pass
+        sys.setprofile(None)
+        client.close()
+    if at < number:
+        break
+print(number)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="until rendezvous is rebuilt")
+def test_a_handler_may_report_a_failure_and_close_while_a_message_is_sent(cli):
+    result = cli.python("-c", HANDLER)
+    assert result.code == 0, result.err
+    assert int(result.out) > 5
+
+
+@pytest.mark.ranks(2, ends={1: -signal.SIGKILL})
+def test_a_forked_child_can_use_nothing_and_does_not_hide_the_death_of_its_parent(comm, tmp_path):
+    said, ends = tmp_path / "said", tmp_path / "ends"
+    if comm.rank == 1:
+        if os.fork() == 0:
+            with said.open("w") as file:
+                for use in (comm.barrier, lambda: comm.objects.all_gather(1), lambda: comm.new_group([1])):
+                    try:
+                        use()
+                    except gs.CommunicatorClosed:
+                        file.write("closed\n")
+                comm.close()
+                file.write(str(os.getpid()))
+            while not ends.exists():
+                time.sleep(0.01)
+            os._exit(0)
+        wait_until(lambda: said.exists() and said.read_text().count("\n") == 3 and said.read_text()[-1].isdigit())
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(gs.RankFailed) as raised:
+        comm.barrier()
+    assert raised.value.rank == 1
+    child = int(said.read_text().split()[-1])
+    assert is_running(child)
+    ends.touch()
+    wait_until(lambda: not is_running(child))
+
+
+FORKS = """
+import os, sys, threading
+from gradsync.errors import CommunicatorClosed
+from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.server import RendezvousServer
+secret = b"s" * 32
+with RendezvousServer(1, secret=secret) as server:
+    client = RendezvousClient.connect(server.address, secret=secret, rank=0, world_size=1)
+    group, ends = client.group([0], "group"), threading.Event()
+
+    def send():
+        while not ends.is_set():
+            client.announce_left("comm", 1)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    for _ in range(20):  # in the middle of what the other thread does
+        child = os.fork()
+        if child == 0:
+            for use in (client.barrier, client.check, group.barrier, lambda: client.set("k", b"")):
+                try:
+                    use()
+                    os._exit(1)
+                except CommunicatorClosed:
+                    pass
+            client.report_failure("nobody hears this")
+            client.report_waiting("world", 1, "barrier #1", 5.0, None)
+            group.close()
+            client.close()
+            server.stop()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        client.barrier()
+    ends.set()
+    sending.join()
+    client.close()
+    assert server.wait_until_empty(60)
+"""
+
+
+def test_a_fork_in_the_middle_of_a_send_harms_neither_parent_nor_child(cli):
+    assert cli.python("-W", "ignore", "-c", FORKS)[::2] == (0, "")
+
+
+def test_one_thread_reads_for_a_client_and_all_its_groups_and_ends_with_it():
+    with RendezvousServer(1, secret=SECRET) as server:
+        before = set(threading.enumerate())
+        with connect(server) as client:
+            for number in range(3):
+                client.group([0], f"group {number}").barrier()
+            begun = set(threading.enumerate()) - before
+            assert all(thread.daemon for thread in begun)  # Python waits for no rank that has forgotten to close
+        wait_until(lambda: not any(thread.is_alive() for thread in begun))
+
+
+CLOSED = """
+import os, sys
+from gradsync.errors import RendezvousError
+from gradsync.rendezvous.client import RendezvousClient
+client = RendezvousClient.connect(sys.argv[1], secret=bytes.fromhex(sys.argv[2]), rank=0, world_size=1)
+os.closerange(3, 100)
+try:
+    client.get("key")
+except RendezvousError:
+    client.close()
+    print("closed")
+"""
+
+
+def test_a_descriptor_that_the_program_closes_is_a_typed_error(cli):
+    """As a program that closes all descriptors that it does not know."""
+    with RendezvousServer(1, secret=SECRET) as server:
+        result = cli.python("-c", CLOSED, server.address, SECRET.hex())
+        assert (result.code, result.out, result.err) == (0, "closed\n", "")
+
+
+@pytest.mark.ranks(2)
+def test_many_threads_of_many_groups_use_one_connection(comm):
+    groups = [comm.new_group([0, 1]) for _ in range(4)]
+
+    def use(group):
+        for number in range(20):
+            assert group.objects.all_gather((group.rank, number)) == [(0, number), (1, number)]
+
+    assert together(*[lambda group=group: use(group) for group in groups]) == [None] * 4
+    on_each(groups, lambda group: group.close())
