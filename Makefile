@@ -17,7 +17,7 @@ if $(PYTHON) -c 'import cupy, pytest, pytest_timeout, hypothesis, ml_dtypes, msg
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo test test-mpi test-cupy test-slow lint docs peers prove soak test-pythons test-gpu bench-training bench-peers \
+.PHONY: help demo test test-mpi test-cupy test-slow test-simulation lint docs peers prove soak test-pythons test-gpu bench-training bench-peers \
 	bench-mpi bench-failures bench-rendezvous bench-gpu clean
 help:            ## list the targets, and how long each takes on two cores
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -74,6 +74,9 @@ test-mpi: $(VENV)/.test  ## run the tests over MPI, with the MPICH that pip inst
 
 test-slow: $(VENV)/.test  ## run the tests that take long: faults of real processes, the wheel, 20,000 simulated runs
 	$(BIN)/python -m pytest -m slow -n auto --dist worksteal
+
+test-simulation: $(VENV)/.test  ## play 1,000 seeds of server and clients on a virtual network (30 s); SEEDS=20000: more
+	$(BIN)/python -m pytest tests/simulation -n auto --dist worksteal --seeds $(or $(SEEDS),1000)
 
 lint: $(VENV)/.lint  ## run ruff and mypy (1 minute)
 	$(BIN)/ruff check .

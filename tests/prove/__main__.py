@@ -1,9 +1,9 @@
-"""Everything deep, in parts: `make prove`, or `make prove PART="simulation kills"`.
+"""Everything deep, in parts: `make prove`, or `make prove PART="fault_matrix kills"`.
 
     python tests/prove                        # every part, one after the other (hours)
-    python tests/prove simulation kills       # these
+    python tests/prove fault_matrix kills          # these
     python tests/prove --quick                # each much shortened
-    python tests/prove --seeds 1000 simulation
+    python tests/prove --seeds 1000 partitions
     python tests/prove --list
 
 A part is a folder beside this file: its tests run under pytest, then its scripts, named in SCRIPTS, in full. Each says
@@ -53,8 +53,6 @@ SCRIPTS = {
         # Of the tests left out there, what the part's own have not.
         Script("-m", _OF_ONE_FILE, _OF_ONE_FILE),
     ],
-    "model_check": [Script("tests/prove/model_check/model_check.py", (), ("--states", "2000"))],
-    "simulation": [Script("tests/prove/simulation/simulation_run.py", ("--seeds", "100000"), ("--seeds", "200"))],
     "random_training": [Script("tests/random_training.py", ("--programs", "2000"), ("--programs", "40"))],
     "fault_matrix": [Script("benchmarks/fault_matrix.py", (), ("--quick",))],
     "partitions": [Script("tests/prove/partitions/chaos_runs.py", ("--seeds", "200"), ("--seeds", "5"))],
@@ -114,7 +112,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Runs the parts of `make prove`.")
     parser.add_argument("parts", nargs="*", metavar="PART")
     parser.add_argument("--quick", action="store_true", help="each script much shortened")
-    parser.add_argument("--seeds", type=int, help="of the simulation and of the proxy")
+    parser.add_argument("--seeds", type=int, help="of the proxy")
     parser.add_argument("--pytest", nargs="...", default=[], metavar="WORD", help="the rest is for pytest, as -n 2")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()

@@ -5,30 +5,20 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from simulation.streams import Weather
+from simulation.network import Weather
 
-_HERE, _THERE = "one machine", "another machine"
-_WEATHERS = (
+HERE, THERE = "one machine", "another machine"
+WEATHERS = (
     Weather(),
     Weather(latency_seconds=0.02, accept_seconds=0.01),
     Weather(most_bytes=40),
     Weather(window_bytes=150, latency_seconds=0.005),
     Weather(most_bytes=1, latency_seconds=0.0005),
 )
-_WEIGHTS = (43, 30, 15, 10, 2)
-KINDS = (
-    "barrier",
-    "unique id",
-    "keys",
-    "exchange",
-    "leaving",
-    "group",
-    "compute",
-    "collective",
-    "two threads",
-)
+WEIGHTS = (43, 30, 15, 10, 2)
+KINDS = ("barrier", "unique id", "keys", "exchange", "leaving", "group", "compute", "collective", "two threads")
 # Faults, and how often each is drawn. Of the first ones nobody is to notice anything.
-_FAULTS = {
+FAULTS = {
     "none": 20,
     "slow": 5,
     "short stop": 5,
@@ -43,6 +33,7 @@ _FAULTS = {
     "absent": 6,
     "server crash": 6,
 }
+BUSY = (0.02, 0.1)
 HARMLESS = ("none", "slow", "short stop", "short cut", "wall clock")
 
 
@@ -64,20 +55,31 @@ class Fault:
     for_seconds: float | None = None
     at_step: int | None = None
 
+    @property
+    def is_harmless(self) -> bool:
+        return self.kind in HARMLESS
+
 
 @dataclass(frozen=True)
 class Scenario:
-    """Everything that is drawn before a run begins; the rest is drawn as it goes on."""
+    """Everything that is drawn before a run begins; the rest is drawn as it goes on.
+
+    Attributes:
+        machines: of each rank; the server's is the first.
+        delays: how long each rank takes to start, at most.
+        busy_seconds: how long any process is kept waiting before each of its turns, at most: machines have other work.
+    """
 
     seed: int
-    machines: tuple[str, ...]  # of each rank; the server's is the first
+    machines: tuple[str, ...]
+    delays: tuple[float, ...]
     weather: Weather
     steps: tuple[Step, ...]
     fault: Fault
+    busy_seconds: float = 0.0
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
         return len(self.machines)
 
 
@@ -85,14 +87,21 @@ def draw(seed: int) -> Scenario:
     """Returns the scenario of a seed."""
     choices = random.Random(f"scenario {seed}")
     world_size = choices.choice((2, 2, 3))
-    machines = tuple(choices.choice((_HERE, _HERE, _THERE)) for _ in range(world_size))
+    machines = (HERE, *(choices.choice((HERE, HERE, THERE)) for _ in range(world_size - 1)))
+    delays = [0.05] * world_size
+    if choices.random() < 0.2:  # the others wait to be complete, and the fault may come meanwhile
+        delays[choices.randrange(world_size)] = 2.0
     steps = tuple(Step(choices.choice(KINDS), number) for number in range(choices.randint(2, 5)))
-    (weather,) = choices.choices(_WEATHERS, _WEIGHTS)
-    return Scenario(seed, (_HERE, *machines[1:]), weather, steps, _draw_fault(choices, world_size, len(steps)))
+    (weather,) = choices.choices(WEATHERS, WEIGHTS)
+    fault = _draw_fault(choices, world_size, len(steps))
+    if fault.kind == "absent":  # from a collective, which the others report; elsewhere it is only slow
+        steps = tuple(Step("collective", step.number) if step.number == fault.at_step else step for step in steps)
+    is_busy = choices.random() < (0.5 if fault.kind == "absent" else 0.1) and weather.most_bytes > 1
+    return Scenario(seed, machines, tuple(delays), weather, steps, fault, choices.choice(BUSY) if is_busy else 0.0)
 
 
 def _draw_fault(choices: random.Random, world_size: int, steps: int) -> Fault:
-    (kind,) = choices.choices(tuple(_FAULTS), tuple(_FAULTS.values()))
+    (kind,) = choices.choices(tuple(FAULTS), tuple(FAULTS.values()))
     victim = choices.randrange(world_size)
     # Most runs are over within half a second: early moments meet the handshake and the joining, late ones the steps.
     at_seconds = choices.choice((choices.random() * 0.05, choices.random() * 0.2, choices.random() * 0.5))

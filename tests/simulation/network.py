@@ -8,7 +8,7 @@ from typing import Any
 
 from simulation.scheduler import Scheduler
 
-_USER_TIMEOUT_SECONDS = 5.5  # until a kernel gives a connection up on which nothing is acknowledged
+USER_TIMEOUT_SECONDS = 5.5  # until a kernel gives up a connection on which nothing is acknowledged
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class Pipe:
 
     @property
     def is_unacknowledged(self) -> bool:
-        """Whether anything is under way."""
         return bool(self._under_way)
 
     def put(self, data: bytes | str) -> None:
@@ -102,8 +101,8 @@ class Link:
         number = self._cuts
         if seconds is not None:
             self.scheduler.at(self.scheduler.now + seconds, self._mend)
-        if seconds is None or seconds > _USER_TIMEOUT_SECONDS:
-            self.scheduler.at(self.scheduler.now + _USER_TIMEOUT_SECONDS, lambda: self._give_up(number))
+        if seconds is None or seconds > USER_TIMEOUT_SECONDS:
+            self.scheduler.at(self.scheduler.now + USER_TIMEOUT_SECONDS, lambda: self._give_up(number))
 
     def reset(self) -> None:
         """Ends both directions by force."""
@@ -121,12 +120,7 @@ class Link:
 
 
 class Network:
-    """All links and listeners of one run.
-
-    Args:
-        scheduler: whose clock and choices it takes.
-        weather: how it is.
-    """
+    """All links and listeners of one run."""
 
     def __init__(self, scheduler: Scheduler, weather: Weather) -> None:
         self.scheduler = scheduler

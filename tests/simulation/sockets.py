@@ -1,26 +1,27 @@
-"""What stands in for sockets: the calls that the rendezvous makes, with the errors that the kernel would give."""
+"""What stands in for sockets, polls and selectors, with the errors that the kernel would give."""
 
 from __future__ import annotations
 
 import errno
 import os
-import socket as real_socket
+import selectors
+import socket
 import struct
 from select import POLLERR, POLLHUP, POLLIN, POLLNVAL, POLLOUT
 from typing import Any
 
-from simulation.scheduler import Killed, Process
-from simulation.streams import Link, Network, Pipe
+from simulation.network import Link, Network, Pipe
+from simulation.scheduler import Killed, Process, Scheduler
 
-_BROKEN = POLLERR | POLLHUP
-_TCP_INFO_BYTES, _UNACKED_AT, _LAST_ACK_AT = 64, 24, 56
+BROKEN = POLLERR | POLLHUP
+TCP_INFO_BYTES, UNACKED_AT, LAST_ACK_AT = 64, 24, 56  # of the kernel's struct tcp_info: where two of its fields are
 
 
 class VirtualSocket:
     """A TCP socket of the process that makes it."""
 
     def __init__(self, network: Network, process: Process) -> None:
-        self.family, self.type = real_socket.AF_INET, real_socket.SOCK_STREAM
+        self.family, self.type = socket.AF_INET, socket.SOCK_STREAM
         self.network = network
         self.process = process
         self.address: tuple[str, int] = ("127.0.0.1", network.free_port())
@@ -41,6 +42,9 @@ class VirtualSocket:
     def settimeout(self, seconds: float | None) -> None:
         self._timeout = seconds
 
+    def gettimeout(self) -> float | None:
+        return self._timeout
+
     def setblocking(self, is_blocking: bool) -> None:
         self._timeout = None if is_blocking else 0.0
 
@@ -51,10 +55,10 @@ class VirtualSocket:
         """The kernel's view of the connection: what is unacknowledged, and since when nothing was heard."""
         if self._outgoing is None or self._incoming is None:
             raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
-        info = bytearray(_TCP_INFO_BYTES)
+        info = bytearray(TCP_INFO_BYTES)
         heard_at = max(self._outgoing.acknowledged_at, self._incoming.acknowledged_at)
-        struct.pack_into("=I", info, _UNACKED_AT, int(self._outgoing.is_unacknowledged))
-        struct.pack_into("=I", info, _LAST_ACK_AT, int((self.network.scheduler.now - heard_at) * 1000))
+        struct.pack_into("=I", info, UNACKED_AT, int(self._outgoing.is_unacknowledged))
+        struct.pack_into("=I", info, LAST_ACK_AT, int((self.network.scheduler.now - heard_at) * 1000))
         return bytes(info)
 
     def getsockname(self) -> tuple[str, int]:
@@ -181,7 +185,7 @@ class VirtualSocket:
         if self._incoming is None or self._outgoing is None or self.link is None:
             return 0
         if self.link.is_given_up or self._incoming.ending == "reset":
-            return _BROKEN | mask
+            return BROKEN | mask
         found = 0
         if mask & POLLIN and (self._incoming.arrived or self._incoming.ending is not None or self._is_shut):
             found = POLLIN
@@ -216,3 +220,48 @@ def join(link: Link, one: VirtualSocket, other: VirtualSocket) -> None:
     up, down = link.pipes
     one.attach(link, down, up)
     other.attach(link, up, down)
+
+
+class Poll:
+    """A poll object of the process that makes it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._process = scheduler.process
+        self._watched: dict[int, tuple[VirtualSocket, int]] = {}
+
+    def register(self, what: Any, mask: int) -> None:
+        descriptor = what if isinstance(what, int) else what.fileno()
+        if descriptor < 0:
+            raise ValueError(f"file descriptor cannot be a negative integer ({descriptor})")
+        self._watched[descriptor] = (self._process.sockets[descriptor], mask)
+
+    modify = register
+
+    def unregister(self, what: Any) -> None:
+        del self._watched[what if isinstance(what, int) else what.fileno()]
+
+    def poll(self, milliseconds: float | None = None) -> list[tuple[int, int]]:
+        if milliseconds is not None and milliseconds <= 0:
+            self._scheduler.give_way()
+        elif not self._is_ready():
+            self._scheduler.wait(self._is_ready, None if milliseconds is None else milliseconds / 1000.0)
+        found = ((descriptor, sock.readiness(mask)) for descriptor, (sock, mask) in self._watched.items())
+        return [(descriptor, events) for descriptor, events in found if events]
+
+    def _is_ready(self) -> bool:
+        return any(sock.readiness(mask) for sock, mask in self._watched.values())
+
+
+class Selector(selectors.PollSelector):
+    """The library's selector, on such a poll object. The kernel promises no order, so it gives none."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._selector_cls = lambda: Poll(scheduler)  # what the library's class calls to make its poll object
+        super().__init__()
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(timeout)
+        self._scheduler.choices.shuffle(ready)
+        return ready
