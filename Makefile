@@ -8,16 +8,19 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where writing byte code is switched off, every start of a rank would compile the library again.
 unexport PYTHONDONTWRITEBYTECODE
 
+OUT ?= build/gpu
 # CuPy has to fit the machine's driver, so the GPU targets take the Python that has it already, from source; where
 # $(PYTHON) has none they run in .venv. Without make, and with nothing to install:
-#   PYTHONPATH=src python3 -m pytest -m gpu -rs
+#   PYTHONPATH=src python3 benchmarks/gpu_first_light.py OUT
+#   PYTHONPATH=src python3 tests/on_gpu.py OUT
 #   PYTHONPATH=src python3 benchmarks/gpu.py
 define with_cupy
 if $(PYTHON) -c 'import cupy, pytest, pytest_timeout, hypothesis, ml_dtypes, msgpack, click, rich, cloudpickle' 2>/dev/null; then PYTHONPATH=src $(PYTHON) $(1); \
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo test test-mpi test-cupy test-slow test-simulation lint docs peers prove soak test-pythons test-gpu bench-training bench-peers \
+.PHONY: help demo test test-mpi test-cupy test-slow test-simulation lint docs peers prove soak test-pythons test-gpu \
+	first-light bench-training bench-peers \
 	bench-mpi bench-failures bench-rendezvous bench-gpu clean
 help:            ## list the targets, and how long each takes on two cores
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -113,8 +116,11 @@ test-pythons:    ## run the tests with every installed Python, 3.11 to 3.14 (3 m
 		else echo "Python $$version is not installed here"; fi; \
 	done
 
-test-gpu:        ## run the tests that need a GPU, with your CuPy, and write the results as JSON
-	@$(call with_cupy,benchmarks/gpu_tests.py)
+test-gpu:        ## run the tests that need a GPU, with your CuPy (4 minutes); JUnit and JSON into OUT=build/gpu
+	@$(call with_cupy,tests/on_gpu.py $(OUT))
+
+first-light:     ## the first minutes on a GPU, with your CuPy: does NCCL work there? JSON into OUT=build/gpu
+	@$(call with_cupy,benchmarks/gpu_first_light.py $(OUT))
 
 # The benchmarks write JSON under benchmarks/results; `python benchmarks/readme.py` puts it into the pages.
 bench-training: $(VENV)/.dev  ## time training with and without ranks on the same cores (2 minutes)

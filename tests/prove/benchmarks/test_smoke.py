@@ -24,7 +24,7 @@ OTHER_SCRIPTS = {
     "training_speed_rank",
     "page_tables",
 }
-OTHER_SCRIPTS |= {"failure_detection", "fault_matrix", "gpu_tests"}
+OTHER_SCRIPTS |= {"failure_detection", "fault_matrix"}
 
 
 class Smoke(NamedTuple):
