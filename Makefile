@@ -9,13 +9,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 OUT ?= build/gpu
+COMMA := ,
 # CuPy has to fit the machine's driver, so the GPU targets take the Python that has it already, from source; where
 # $(PYTHON) has none they run in .venv. Without make, and with nothing to install:
 #   PYTHONPATH=src python3 benchmarks/gpu_first_light.py OUT
 #   PYTHONPATH=src python3 tests/on_gpu.py OUT
 #   PYTHONPATH=src python3 benchmarks/gpu.py
 define with_cupy
-if $(PYTHON) -c 'import cupy, pytest, pytest_timeout, hypothesis, ml_dtypes, msgpack, click, rich, cloudpickle' 2>/dev/null; then PYTHONPATH=src $(PYTHON) $(1); \
+if $(PYTHON) -c 'import cupy, msgpack, click, rich, cloudpickle, $(2)' 2>/dev/null; then PYTHONPATH=src $(PYTHON) $(1); \
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
@@ -117,10 +118,10 @@ test-pythons:    ## run the tests with every installed Python, 3.11 to 3.14 (3 m
 	done
 
 test-gpu:        ## run the tests that need a GPU, with your CuPy (4 minutes); JUnit and JSON into OUT=build/gpu
-	@$(call with_cupy,tests/on_gpu.py $(OUT))
+	@$(call with_cupy,tests/on_gpu.py $(OUT),pytest$(COMMA) pytest_timeout$(COMMA) hypothesis$(COMMA) ml_dtypes)
 
 first-light:     ## the first minutes on a GPU, with your CuPy: does NCCL work there? JSON into OUT=build/gpu
-	@$(call with_cupy,benchmarks/gpu_first_light.py $(OUT))
+	@$(call with_cupy,benchmarks/gpu_first_light.py $(OUT),ml_dtypes)
 
 # The benchmarks write JSON under benchmarks/results; `python benchmarks/readme.py` puts it into the pages.
 bench-training: $(VENV)/.dev  ## time training with and without ranks on the same cores (2 minutes)
@@ -145,7 +146,7 @@ bench-rendezvous: $(VENV)/.dev  ## time the rendezvous server with up to 1,024 s
 	$(BIN)/python benchmarks/rendezvous_scale.py
 
 bench-gpu:       ## time packing and a training step on a GPU, with your CuPy
-	@$(call with_cupy,benchmarks/gpu.py)
+	@$(call with_cupy,benchmarks/gpu.py,ml_dtypes)
 
 clean:           ## remove .venv, caches and builds (2 s)
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

@@ -297,6 +297,11 @@ def test_groups_and_objects(comm) -> None:
     size, rank = comm.world_size, comm.rank
     comm.barrier()
     gs.group_barrier(comm)
+    assert gs.synchronized(lambda: rank)() == rank
+    loss = on_gpu(np.array([rank + 1.0]))[0]  # a 0-d view
+    assert gs.comm.reduce_dict({"loss": loss}, average=False) == {"loss": size * (size + 1) / 2}
+    with gs.override_backend("shm" if size > 1 else "local") as other:
+        assert other.all_reduce(np.ones(2)).tolist() == [size, size]
     assert comm.objects.all_gather({"rank": rank}) == [{"rank": r} for r in range(size)]
     assert comm.objects.gather(rank) == (list(range(size)) if rank == 0 else None)
     assert comm.objects.broadcast("word" if rank == 0 else None) == "word"
@@ -332,6 +337,10 @@ def test_lists_and_trees(comm) -> None:
     averaged = gs.average_gradients(gradients, op="sum")
     for result in (averaged["a"], averaged["b"][0]):
         check(result, np.full(result.shape, sum(range(comm.world_size)), result.dtype))
+    callback = gs.make_allreduce_cb("sum", comm)
+    gradients = {"a": on_gpu(np.full(3, comm.rank, np.float32))}
+    averaged = gs.average_gradients(gradients, callback)
+    check(averaged["a"], np.full(3, sum(range(comm.world_size)), np.float32))
     equal = [on_gpu(np.ones(shape, np.float32)) for shape in shapes]
     for result, shape in zip(gs.pack_allreduce_split(equal, shapes), shapes, strict=True):
         check(result, np.ones(shape, np.float32), values=KERNELS_RUN)
