@@ -36,7 +36,10 @@ ANOTHER = b"another secret, of 32 bytes ...."
 @pytest.fixture(scope="module")
 def forming():
     """A server at which rank 0 of two waits to join; rank 1 comes at the end, and finds the first generation."""
-    with RendezvousServer(2, secret=SECRET) as server, thread_of(lambda: connect(server, 0, 2)) as waiting:
+    with (
+        RendezvousServer(2, secret=SECRET) as server,
+        thread_of(lambda: connect(server, 0, 2, timeout_seconds=3600)) as waiting,
+    ):
         yield server
         with connect(server, 1, 2) as client:
             assert client.generation == 1

@@ -120,7 +120,7 @@ def test_ranks_that_join_work_and_leave_notice_no_strangers():
         over.set()
         assert disturbing() is None
         assert server.wait_until_empty(60)
-    assert len(os.listdir("/proc/self/fd")) == len(descriptors)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= len(descriptors))
 
 
 def test_a_server_without_free_descriptors_goes_on_once_there_are_some(cli, secret_file):
