@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -89,3 +90,19 @@ def raise_errors(outcomes: Sequence[Any]) -> list[Any]:
         if isinstance(each, BaseException):
             raise each
     return list(outcomes)
+
+
+class Heard(logging.Handler):
+    """Collects the warnings of a block."""
+
+    def __enter__(self) -> list[str]:
+        self.lines: list[str] = []
+        logging.getLogger("gradsync").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("gradsync").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            self.lines.append(record.getMessage())

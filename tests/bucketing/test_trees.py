@@ -1,47 +1,436 @@
-"""broadcast_tree: a training's whole state in one call; and how trees are taken apart, without ranks."""
+"""Trees: average_gradients and broadcast_tree."""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import os
+import sys
+import time
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
 import pytest
-import tree_checks as checks
 
-from places import GPU, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_STAGED, Place, always_on, on
+import gradsync as gs
+from arrays import TOLERANCE, HostArrays, arrays_of, contribution
+from bucketing.reference import wide
 
-
-@pytest.mark.parametrize(
-    ("place", "world_size"),
-    [*on(SHM, 1, 3), *on(STAND_IN, 1, 2), *always_on(STAND_IN_STAGED, 2), *on(STAND_IN_MIXED, 2), *on(GPU, 2)],
-)
-def test_all_ranks_get_the_root_s_state(place: Place, world_size: int) -> None:
-    place.run(world_size, checks.broadcast_everything, place.kit)
+REASON = "until bucketing is rebuilt"
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 2, 3), *on(STAND_IN, 2), *on(GPU, 2)])
-def test_the_first_difference_is_named_on_every_rank(place: Place, world_size: int) -> None:
-    by_rank = place.run(world_size, checks.differ, place.kit)
-    assert by_rank == [by_rank[0]] * world_size
+class Layer(NamedTuple):
+    weight: Any
+    bias: Any
 
 
-def test_an_array_that_cannot_be_written_to_is_told_before_anything_is_sent() -> None:
-    SHM.run(2, checks.write_where_it_cannot)
+@dataclasses.dataclass(frozen=True)
+class Block:
+    first: Any
+    scale: Any = None
 
 
-def test_what_one_rank_cannot_read_is_told_to_all() -> None:
-    first, second = SHM.run(2, checks.send_what_cannot_be_read)
-    assert first == second
-    assert "rank 1: the root's tree cannot be unpickled on this rank: SystemExit: an extension is missing" in first
+@dataclasses.dataclass(frozen=True)
+class Counted(Block):
+    steps: int = dataclasses.field(default=0, init=False)
 
 
-def test_containers_of_odd_classes() -> None:
-    SHM.run(2, checks.broadcast_odd_containers)
+class Sampler:
+    """An object that is no container."""
+
+    def __init__(self, state):
+        self.state = state
 
 
-def test_a_tree_that_cannot_be_taken_apart_is_told_before_anything_is_sent() -> None:
-    SHM.run(2, checks.refuse_before_anything_is_sent)
+def tree_of(rank, arrays):
+    """A rank's gradients: containers of all kinds, several dtypes, odd layouts; every second rank's dicts reversed."""
+    put = lambda *spec: arrays.put(contribution(rank, *spec))  # noqa: E731
+    tree = {
+        "encoder": collections.OrderedDict(
+            conv=arrays.put(np.asfortranarray(contribution(rank, (7, 9), "float32"))), bias=put((), "float64")
+        ),
+        "blocks": [Layer(put((400, 50), "float32"), put((50,), "float16")), Block(put((3,), "complex64"))],
+        "strided": put((6, 6), "float32")[::2, ::3],
+        "empty": ({}, put((0, 4), "float32"), None),
+        7: put((5,), "bfloat16"),
+    }
+    return dict(reversed(tree.items())) if rank % 2 else tree
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 2), *always_on(STAND_IN_STAGED, 2)])
-def test_two_values_for_one_memory_are_refused(place: Place, world_size: int) -> None:
-    first, second = place.run(world_size, checks.share_memory_between_leaves)
-    assert first == second
-    assert "rank 1: b/c: shares memory with a, but not on the root" in first
+def leaves(value, path=()):
+    """The values that are no containers, by path."""
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return {path: value}
+    return {key: leaf for name, child in value.items() for key, leaf in leaves(child, (*path, str(name))).items()}
+
+
+# -- average_gradients -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 2, 3, on=("shm", "fake", "gpu"))
+@pytest.mark.parametrize("op", ["mean", "SUM"])
+def test_every_array_is_averaged_and_every_container_kept(comm, op):
+    arrays = arrays_of(comm)
+    for group in (None, comm):
+        given = tree_of(comm.rank, arrays)
+        before = leaves(given)
+        got = gs.average_gradients(given, op=op, communicator=group)
+        assert (type(got["encoder"]), list(got)) == (collections.OrderedDict, list(given))
+        assert (type(got["blocks"][0]), type(got["blocks"][1])) == (Layer, Block)
+        of_ranks = [leaves(tree_of(rank, HostArrays())) for rank in range(comm.world_size)]
+        assert leaves(got).keys() == of_ranks[0].keys()
+        for path, array in leaves(got).items():
+            assert array is before[path]  # reduced in place
+            if array is not None:
+                on_host = arrays.get(array)
+                wanted = sum(wide(values[path]) for values in of_ranks) / (comm.world_size if op == "mean" else 1)
+                tolerance = 4 * comm.world_size * TOLERANCE[on_host.dtype.name]
+                np.testing.assert_allclose(wide(on_host), wanted, rtol=tolerance)
+
+
+@pytest.mark.ranks(2, 3)
+def test_numbers_come_back_as_numbers_and_read_only_arrays_as_new_ones(comm):
+    fixed = np.full(3, float(comm.rank))
+    fixed.setflags(write=False)
+    middle = (comm.world_size - 1) / 2
+    got = gs.average_gradients({"a": fixed, "b": fixed, "c": np.float32(comm.rank), "d": float(comm.rank), "e": None})
+    assert (fixed == comm.rank).all()
+    assert got["a"].tolist() == got["b"].tolist() == [middle] * 3
+    assert not np.shares_memory(got["a"], got["b"])
+    assert (got["c"], type(got["c"]), got["d"], type(got["d"]), got["e"]) == (middle, np.float32, middle, float, None)
+    assert gs.average_gradients(comm.rank, op="sum") == sum(range(comm.world_size))
+    alone = np.full(2, float(comm.rank))
+    assert gs.average_gradients(alone) is alone
+    assert gs.average_gradients({"nothing": [None, ()]}) == {"nothing": [None, ()]}
+
+
+@pytest.mark.ranks(2, 3, on=("shm", "fake"))
+def test_trees_that_differ_are_a_mismatch_and_nothing_is_written(comm):
+    arrays = arrays_of(comm)
+    put = lambda *shape: arrays.put(np.full(shape, float(comm.rank), np.float32))  # noqa: E731
+    wrong = [
+        {"w": put(3), "v": {"b": put(4)}},
+        {"w": put(3), "v": {"b": arrays.put(np.zeros(2))}},
+        {"w": put(3), "v": {"b": None}},
+        {"w": put(3), "v": {"c": put(2)}},
+        {"w": put(3), "v": {}},
+        {"w": put(3)},
+        {},
+    ]
+    for odd in wrong:
+        weights = put(3)
+        with pytest.raises(gs.PlanMismatch) as raised:
+            gs.average_gradients(odd if comm.rank == 1 else {"w": weights, "v": {"b": put(2)}})
+        assert raised.value.descriptions[0] != raised.value.descriptions[1]
+        assert "v/b" in str(raised.value) or "v/c" in str(raised.value)
+        assert (arrays.get(weights) == comm.rank).all()
+    with pytest.raises(gs.PlanMismatch):
+        gs.average_gradients([put(2)], op="sum" if comm.rank == 1 else "mean")
+    assert (arrays.get(gs.average_gradients(put(2))) == (comm.world_size - 1) / 2).all()
+
+
+@pytest.mark.ranks(2)
+def test_what_is_no_tree_of_gradients_is_refused(comm):
+    weights, inside, deep = np.zeros(8), [], []
+    inside.append(inside)
+    for _ in range(10_000):
+        deep = [deep]
+    sync = gs.AllreduceCallback()
+    wrong = [
+        (gs.InvalidArgument, {"a": {"b": "text"}}, {}),
+        (gs.InvalidArgument, {"a": weights, "b": weights[4:]}, {}),
+        (gs.InvalidArgument, {1: weights, "1": np.zeros(2)}, {}),
+        (gs.InvalidArgument, inside, {}),
+        (gs.InvalidArgument, deep, {}),
+        (gs.InvalidArgument, [weights], {"op": "max"}),
+        (gs.InvalidArgument, [weights], {"callback": "sum"}),
+        (gs.InvalidArgument, [weights], {"callback": sync, "op": "sum"}),
+        (gs.InvalidArgument, [weights], {"callback": sync, "communicator": comm}),
+        (gs.UnsupportedDtype, {"a": [np.zeros(2, int)]}, {}),
+        (gs.UnsupportedDtype, {"a": True}, {}),
+    ]
+    for error, tree, options in wrong:
+        with pytest.raises(error):
+            gs.average_gradients(tree, **options)
+    assert gs.average_gradients({"a": weights})["a"] is weights
+
+
+@pytest.mark.ranks(1, 2, on=("shm", "fake"))
+def test_a_callback_reduces_the_tree_with_its_options(comm):
+    arrays = arrays_of(comm)
+    sync = gs.AllreduceCallback("sum", clip_norm=5.0, threshold_bytes=64)
+    for _ in range(3):
+        tree = {"a": arrays.put(np.full(9, 1.0)), "b": [arrays.put(np.full(16, 1.0)), None]}
+        got = gs.average_gradients(tree if comm.rank else dict(reversed(tree.items())), sync)
+        assert sync.norm == pytest.approx(5.0 * comm.world_size)
+        np.testing.assert_allclose(arrays.get(got["b"][0]), 1.0, rtol=1e-6)
+        assert got["b"][1] is None
+    assert sync.statistics.steps == 3
+
+
+@pytest.mark.ranks(2)
+def test_a_tree_larger_than_one_collective_of_dtypes_that_alternate(comm):
+    size = 3 * 2**20
+    tree = [np.full(size, float(comm.rank), ("float32", "float64")[i % 2]) for i in range(6)]
+    assert all((array == 0.5).all() for array in gs.average_gradients(tree))
+
+
+def test_one_rank_looks_at_nothing(alone):
+    tree = {"a": object()}
+    assert gs.average_gradients(tree) is tree
+    with pytest.raises(gs.InvalidArgument):
+        gs.average_gradients(tree, gs.AllreduceCallback(group=alone))
+
+
+def leave_one_out(comm):
+    shapes = dict.fromkeys("ab", ((2,), "float64"))
+    sync = gs.AllreduceCallback("mean", comm, parameters=shapes, missing="zero")
+    got = gs.average_gradients({"a": np.ones(2), "b": np.full(2, 4.0) if comm.rank else None}, sync)
+    return None if got["b"] is None else got["b"].tolist()
+
+
+@pytest.mark.xfail(raises=AssertionError, reason=REASON)
+def test_where_a_rank_has_no_gradient_it_gets_what_the_others_gave(run_on_ranks):
+    assert run_on_ranks(2, leave_one_out) == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.xfail(raises=(AssertionError, OverflowError), reason=REASON)
+def test_sums_of_integers_do_not_wrap(run_in_group):
+    def add(comm):
+        return gs.average_gradients({"n": 2**62}, op="sum", communicator=comm)["n"]
+
+    with suppress(gs.InvalidArgument):  # or refused
+        assert run_in_group(2, add) == [2**63] * 2
+
+
+def reduce_masked(comm):
+    """Rank 1 has no valid sample."""
+    loss = np.ma.array([6.0, 6.0], mask=[comm.rank == 1] * 2)
+    return gs.comm.reduce_dict({"loss": loss.mean() if comm.rank else np.ma.array(6.0)})["loss"]
+
+
+@pytest.mark.xfail(raises=AssertionError, reason=REASON)
+def test_reduce_dict_refuses_masked_numbers(run_on_ranks):
+    def reduce(comm):
+        try:
+            return float(reduce_masked(comm))
+        except gs.InvalidArgument:
+            return "refused"
+
+    assert run_on_ranks(2, reduce) == ["refused"] * 2
+
+
+# -- broadcast_tree ----------------------------------------------------------------------------------------------------
+
+
+def state_of(rank, arrays):
+    """Parameters, buffers and optimiser state of a rank."""
+    block = Counted(arrays.put(contribution(rank, (5,), "float64")), f"of {rank}")
+    object.__setattr__(block, "steps", rank + 10)
+    momenta = [arrays.put(contribution(rank, (400, 50), "float32")), None, (np.int64(rank),)]
+    return {
+        "parameters": collections.OrderedDict(
+            conv=arrays.put(np.asfortranarray(contribution(rank, (7, 9), "float32"))),
+            bias=arrays.put(contribution(rank, (), "float64")),
+        ),
+        "block": block,
+        "layer": Layer(0.1 * rank, momenta),
+        "strided": arrays.put(np.full((6, 6), float(rank)))[::2, ::3],
+        "dates": np.full(2, rank).astype("datetime64[s]"),
+        "empty": [{}, [], ()],
+        (1, 2): {3: f"text of rank {rank}", None: b"bytes", "sampler": Sampler(rank)},
+        "set": {rank},
+        "maybe": None if rank else "something",
+    }
+
+
+def in_another_order(tree):
+    return {key: in_another_order(tree[key]) if type(tree[key]) is dict else tree[key] for key in reversed(tree)}
+
+
+def bits_of(tree, arrays):
+    """A tree of which equality is equality of bits, types and order."""
+    if dataclasses.is_dataclass(tree):
+        return {field.name: bits_of(getattr(tree, field.name), arrays) for field in dataclasses.fields(tree)}
+    if isinstance(tree, dict):
+        return type(tree).__name__, [(key, bits_of(child, arrays)) for key, child in tree.items()]
+    if isinstance(tree, (list, tuple)):
+        return type(tree).__name__, [bits_of(child, arrays) for child in tree]
+    if hasattr(tree, "shape") and not isinstance(tree, np.generic):
+        return tree.shape, str(tree.dtype), arrays.get(tree).tobytes()
+    return tree.state if isinstance(tree, Sampler) else (type(tree).__name__, tree)
+
+
+@pytest.mark.ranks(1, 2, 3, on=("shm", "fake", "gpu"))
+def test_all_ranks_get_the_roots_state(comm):
+    arrays = arrays_of(comm)
+    for root in range(comm.world_size):
+        mine = state_of(comm.rank, arrays)
+        given = mine if comm.rank == root else in_another_order(mine)
+        got = gs.broadcast_tree(given, root)
+        assert bits_of(got, arrays) == bits_of(state_of(root, arrays), arrays)
+        assert got is not given
+        assert got["parameters"]["conv"] is given["parameters"]["conv"]
+        assert (given["layer"].weight, given["set"]) == (0.1 * comm.rank, {comm.rank})  # left as it was
+    weights = arrays.put(np.full(3, float(comm.rank)))
+    assert gs.broadcast_tree(weights, communicator=comm) is weights
+    assert (arrays.get(weights) == 0).all()
+    assert gs.broadcast_tree(comm.rank, comm.world_size - 1) == comm.world_size - 1
+    assert gs.broadcast_tree({}) == {}
+
+
+@pytest.mark.ranks(2, 3, on=("shm", "fake"))
+def test_the_first_difference_of_a_tree_is_named_and_nothing_is_written(comm):
+    arrays = arrays_of(comm)
+    put = lambda *shape: arrays.put(np.full(shape, float(comm.rank), np.float32))  # noqa: E731
+
+    def state(conv, momentum, **more):
+        return {"optimizer": {"conv": conv, "others": momentum}, "step": comm.rank} | more
+
+    odd = [
+        (state(put(4), [put(2)]), "optimizer/conv"),
+        (state(arrays.put(np.zeros(3)), [put(2)]), "optimizer/conv"),
+        (state(3.5, [put(2)]), "optimizer/conv"),
+        (state(None, [put(2)]), "optimizer/conv"),
+        (state({"w": put(3)}, [put(2)]), "optimizer/conv"),
+        (state(put(3), []), "optimizer/others/0"),
+        (state(put(3), [put(2), put(1)]), "optimizer/others/1"),
+        (state(put(3), (put(2),)), "optimizer/others"),
+        (state(put(3), Layer(1.0, [])), "optimizer/others"),
+        (state(put(3), [put(2)], step=put(1)), "step"),
+        (state(put(3), [put(2)], step=[1]), "step"),
+        (state(put(3), [put(2)], more=1), "more"),
+    ]
+    for wrong, path in odd:
+        weights = put(3)
+        with pytest.raises(gs.PlanMismatch) as raised:
+            gs.broadcast_tree(wrong if comm.rank == 1 else state(weights, [put(2)]))
+        assert list(raised.value.descriptions) == [1]
+        assert raised.value.descriptions[1].startswith(f"{path}: ")
+        assert (arrays.get(weights) == comm.rank).all()
+    with pytest.raises(gs.PlanMismatch):
+        gs.broadcast_tree(put(2), comm.rank % 2)  # another root
+    for wrong, root in (([lambda: 0], 0), ([], comm.world_size), ([], comm)):
+        with pytest.raises(gs.InvalidArgument):
+            gs.broadcast_tree(wrong, root)
+    assert (arrays.get(gs.broadcast_tree(put(2), 1)) == 1).all()
+
+
+class Unreadable:
+    """Its pickle cannot be read on rank 1, and would end that process."""
+
+    def __reduce__(self):
+        return end_unless_first, ()
+
+
+def end_unless_first():
+    return "read" if os.environ["GRADSYNC_RANK"] == "0" else sys.exit("an extension is missing")
+
+
+class Pair(tuple):
+    """Wants other arguments than its items."""
+
+    def __new__(cls, first, second):
+        return super().__new__(cls, (first, second))
+
+
+@dataclasses.dataclass
+class Spec:
+    """Describes an array, and is none; and has a field that is not always there."""
+
+    shape: Any
+    dtype: str
+    cache: Any = dataclasses.field(init=False)
+
+
+@pytest.mark.ranks(2)
+def test_what_one_rank_cannot_read_is_a_mismatch_on_all(comm):
+    weights = np.full(3, float(comm.rank))
+    with pytest.raises(gs.PlanMismatch) as raised:
+        gs.broadcast_tree({"w": weights, "s": Unreadable()})
+    assert list(raised.value.descriptions) == [1]
+    assert (weights == comm.rank).all()
+
+
+@pytest.mark.ranks(2)
+def test_containers_of_odd_classes(comm):
+    rank, mine = comm.rank, np.full(2, float(comm.rank))
+    pair, spec = Pair(mine, rank), Spec((rank, 2), "float32")
+    got = gs.broadcast_tree({"pair": pair, "spec": spec, "date": time.gmtime(rank)})
+    assert (type(got["pair"]), got["pair"][1], got["date"]) == (Pair, 0, time.gmtime(0))
+    assert got["pair"][0] is mine
+    assert not mine.any()
+    assert (got["spec"].shape, hasattr(got["spec"], "cache")) == ((0, 2), False)
+    if rank:
+        spec.cache = 1
+    with pytest.raises(gs.PlanMismatch):
+        gs.broadcast_tree(spec)
+
+
+class Only(dict):
+    """Nobody can copy it."""
+
+    def __copy__(self):
+        raise TypeError("there is one only")
+
+
+@pytest.mark.ranks(2)
+def test_a_tree_that_cannot_be_sent_or_written_is_refused_before_anything_is_sent(comm):
+    weights = np.full(2, float(comm.rank))
+    if comm.rank == 1:
+        circle: list[Any] = [weights]
+        circle.append({"again": circle})
+        deep: Any = weights
+        for _ in range(5000):
+            deep = [deep]
+        fixed = weights.copy()
+        fixed.setflags(write=False)
+        overlapping = np.lib.stride_tricks.as_strided(np.zeros(1), (4,), (0,))
+        wrong = [circle, {float("nan"): weights}, {"o": Only(a=1)}, deep, {"a": {"b": fixed}}, overlapping]
+        for tree in (*wrong, [np.ma.ones(2)]):
+            with pytest.raises(gs.InvalidArgument):
+                gs.broadcast_tree(tree)
+        with pytest.raises(gs.UnsupportedDtype):
+            gs.broadcast_tree([np.array([None])])
+    gs.broadcast_tree([weights])
+    assert not weights.any()
+
+
+@pytest.mark.ranks(2)
+def test_two_values_for_one_memory_are_a_mismatch(comm):
+    first, second = (np.full(4, comm.rank + value) for value in (1.0, 2.0))
+    base = np.arange(6.0) + 10 * comm.rank
+    for tree in ([first, first], [base[:4], base[2:]], [base[::2], base[1::2]], [first.reshape(2, 2), first]):
+        gs.broadcast_tree(tree)
+    assert (first == 1).all()
+    assert (base == np.arange(6.0)).all()
+    gs.broadcast_tree([first, first] if comm.rank == 0 else [first, second])  # tied on the root only
+    assert (second == (2 if comm.rank == 0 else 1)).all()
+    second[:] = comm.rank
+    square = np.full((3, 3), float(comm.rank))
+    for tree in (
+        [second, second] if comm.rank else [first, second],
+        [base[:4], base[1:5] if comm.rank else base[2:]],
+        [square, square if comm.rank else square.T],
+    ):
+        with pytest.raises(gs.PlanMismatch) as raised:
+            gs.broadcast_tree(tree)
+        assert list(raised.value.descriptions) == [1]
+    assert (second == comm.rank).all()
+
+
+@pytest.mark.ranks(3)
+def test_errors_of_a_group_name_ranks_of_the_world(comm):
+    group = comm.new_group([0, 2])
+    if group:
+        with pytest.raises(gs.PlanMismatch, match="rank 2 .the root") as raised:
+            gs.broadcast_tree(np.zeros(2 - group.rank), 1, group)
+        assert list(raised.value.descriptions) == [0]
+        with pytest.raises(gs.PlanMismatch) as raised:
+            gs.check_consistency({"w": np.full(1, float(group.rank))}, group)
+        assert sorted(raised.value.descriptions) == [0, 2]

@@ -37,7 +37,7 @@ class Script(NamedTuple):
 
 _PYTEST = ("pytest", "-q", "--timeout", "900", "--import-mode=prepend", "-m", "")
 _OF_PLACES = (
-    *("tests/test_consistency.py", "tests/test_hooks.py", "tests/test_done_callbacks.py"),
+    *("tests/test_done_callbacks.py",),
     *("tests/test_random_training.py",),
 )
 _OF_SIZES = ("--ignore", "tests/communicators/test_contract.py")  # the part's own tests run it at more sizes

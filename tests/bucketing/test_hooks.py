@@ -1,0 +1,200 @@
+"""register_hook: functions that reduce the buckets; and the hooks of examples/hooks.py."""
+
+from __future__ import annotations
+
+import runpy
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+from arrays import arrays_of, assert_close, dtype_of
+from bucketing.reference import SPECS, by_rank, given, reduced, step
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "hooks.py"
+
+
+@pytest.mark.ranks(1, 2, on=("shm", "fake", "gpu", "mpi"))
+@pytest.mark.parametrize("is_in_place", [True, False])
+@pytest.mark.parametrize("threshold_bytes", [1, 700, 10**7])
+def test_a_hook_that_does_what_is_done_without_gives_the_same(comm, is_in_place, threshold_bytes):
+    arrays, seen = arrays_of(comm), []
+
+    def hook(bucket):
+        assert (bucket.buffer.ndim, bucket.communicator, bucket.op) == (1, comm, "mean")
+        seen.extend((bucket.index, name) for name in bucket.names)
+        if is_in_place:
+            return comm.all_reduce(bucket.buffer, bucket.op)  # returning the buffer is no mistake
+        bucket.buffer[...] = comm.all_reduce(bucket.buffer.copy(), bucket.op)
+        return None
+
+    sync = gs.AllreduceCallback("mean", comm, threshold_bytes=threshold_bytes)
+    for number in range(3):
+        seen.clear()
+        sync.register_hook(None if number == 1 else hook)
+        mine = {name: arrays.put(values) for name, values in given(comm.rank, number).items()}
+        with sync.backward():
+            futures = {name: sync(name, gradient) for name, gradient in mine.items()}
+            with pytest.raises(gs.InvalidArgument):  # in the middle of a step
+                sync.register_hook(None)
+        for name, wanted in reduced(by_rank(comm.world_size, number)).items():
+            assert_close(arrays.get(futures[name].result()), wanted, SPECS[name][1], comm.world_size)
+        assert {name for _, name in seen} == (set() if number == 1 else set(SPECS))
+        of_bucket = {index: [name for at, name in seen if at == index] for index, _ in seen}
+        assert sorted(of_bucket) == list(range(len(of_bucket)))
+        assert threshold_bytes > 1 or all(len(names) == 1 or "empty" in names for names in of_bucket.values())
+
+
+def return_a_copy(bucket):
+    return bucket.communicator.all_reduce(bucket.buffer.copy(), bucket.op)
+
+
+def return_text(bucket):
+    return "no buffer"
+
+
+def raise_an_error(bucket):
+    raise KeyError("no such hook")
+
+
+@pytest.mark.parametrize("place", ["shm", "fake"])
+@pytest.mark.parametrize(
+    ("hook", "error"),
+    [(return_a_copy, gs.InvalidArgument), (return_text, gs.InvalidArgument), (raise_an_error, KeyError)],
+)
+def test_a_hook_that_fails_fails_the_step_and_the_next_is_right(run_on_ranks, hook, error, place):
+    def train(comm):
+        sync, arrays = gs.AllreduceCallback("mean", comm), arrays_of(comm)
+        sync.register_hook(hook)
+        futures = [sync(name, arrays.put(np.ones(3))) for name in "ab"]
+        with pytest.raises(error):
+            sync.flush()
+        assert all(isinstance(future.exception(), error) for future in futures)
+        sync.register_hook(None)
+        return [arrays.get(result).tolist() for result in step(sync, {"a": arrays.put(np.ones(3))}).values()]
+
+    assert run_on_ranks(2, train, on=place) == [[[1.0] * 3]] * 2
+
+
+@pytest.mark.parametrize("wrong", [3, "float16", SimpleNamespace])
+def test_what_is_no_function_is_refused(wrong):
+    with pytest.raises(gs.InvalidArgument):
+        gs.AllreduceCallback().register_hook(wrong)
+
+
+# -- examples/hooks.py -------------------------------------------------------------------------------------------------
+
+N = 1024 + 300  # neither a square, nor whole blocks
+#: Half of the distance from 1 to the next number: what rounding loses, relative. Hooks add in float32.
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-24}
+
+
+@cache
+def example():
+    return SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
+
+
+def make(kind):
+    return {"float16": lambda: example().float16, "bfloat16": lambda: example().bfloat16}.get(
+        kind, lambda: getattr(example(), kind)()
+    )()
+
+
+def gradients(ranks, dtype="float32", size=N):
+    return [np.random.default_rng(rank).standard_normal(size).astype(dtype_of(dtype)) for rank in range(ranks)]
+
+
+def reduce_by(comm, hook, values, op="mean", name="w"):
+    """Hands a hook one bucket, as a callback does; the result on the host."""
+    arrays = arrays_of(comm)
+    bucket = SimpleNamespace(buffer=arrays.put(values), names=(name,), index=0, communicator=comm, op=op)
+    with np.errstate(invalid="ignore"):
+        assert hook(bucket) is None
+    return arrays.get(bucket.buffer)
+
+
+def reduce_once(comm, kind):
+    """Each dtype and operator within what the hook promises; the bits of all results."""
+    bits, n = [], comm.world_size
+    for dtype in ROUNDING:
+        mine = gradients(n, dtype)
+        of_ranks = [values.astype(np.float64) for values in mine]
+        for op in ("sum", "mean"):
+            got = reduce_by(comm, make(kind), mine[comm.rank], op)
+            assert got.dtype == dtype_of(dtype)
+            share = 1 / n if op == "mean" else 1
+            wanted = np.sum(of_ranks, 0) * share
+            error = np.abs(got.astype(np.float64) - wanted)
+            largest = sum(np.abs(values).max() for values in of_ranks) * share
+            rounding = (n + 2) * ROUNDING[dtype] * largest
+            if kind in ROUNDING:  # each value is rounded once, and the sum once; NCCL rounds every partial sum
+                assert error.max() <= (n + 2) * ROUNDING[kind] * largest + rounding
+            elif kind == "Int8":  # half a step of the largest value of a block, on each rank
+                assert error.max() <= largest / 254 * 1.001 + rounding
+            else:  # a projection
+                assert np.linalg.norm(error) <= np.linalg.norm(wanted) + rounding * np.sqrt(N)
+            bits.append(got.tobytes())
+    return bits
+
+
+@pytest.mark.parametrize(("place", "ranks"), [("shm", 1), ("shm", 3), ("fake", 2)])
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "Int8", "PowerSGD"])
+def test_hooks_of_the_example_are_right_and_give_the_same_bits_on_all_ranks(run_on_ranks, place, ranks, kind):
+    bits = run_on_ranks(ranks, reduce_once, kind, on=place)
+    assert bits == [bits[0]] * ranks
+
+
+@pytest.mark.ranks(2, on=("shm", "fake"))
+@pytest.mark.parametrize("kind", ["Int8", "PowerSGD"])
+def test_what_a_step_loses_comes_in_the_next(comm, kind):
+    """So the mean of many steps with the same gradients is the truth, but for one step's error."""
+    hook, steps, mine = make(kind), 50, gradients(comm.world_size)
+    truth = np.mean([values.astype(np.float64) for values in mine], 0)
+    results = [reduce_by(comm, hook, mine[comm.rank]).astype(np.float64) for _ in range(steps)]
+    assert np.linalg.norm(np.mean(results, 0) - truth) < np.linalg.norm(results[0] - truth) / 5
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["Int8", "PowerSGD"])
+def test_nan_spoils_one_step_and_other_gradients_begin_anew(comm, kind):
+    mine, hook = gradients(comm.world_size)[comm.rank], make(kind)
+    first = reduce_by(comm, hook, mine)
+    for bad in (np.nan, np.inf):
+        spoilt = mine.copy()
+        spoilt[700] = bad if comm.rank else spoilt[700]
+        assert not np.isfinite(reduce_by(comm, hook, spoilt)[700])
+        assert np.isfinite(reduce_by(comm, hook, mine)).all()
+    reduce_by(comm, hook, gradients(comm.world_size, size=2 * N)[comm.rank])
+    for name in ("w", "v"):
+        assert (reduce_by(comm, hook, mine, name=name) == first).all()
+    fresh = make(kind)
+    assert not reduce_by(comm, fresh, np.zeros(N, np.float32)).any()
+    assert reduce_by(comm, fresh, mine).any()
+    for size in (0, 200):  # too small to be compressed
+        small = reduce_by(comm, example().PowerSGD(rank=4), np.arange(size, dtype=np.float32), "sum")
+        assert (small == 2 * np.arange(size)).all()
+    assert reduce_by(comm, example().Int8(), np.zeros(0, np.float32)).size == 0
+
+
+@pytest.mark.ranks(2)
+def test_low_rank_matrices_are_exact(comm):
+    hook, matrices = example().PowerSGD(rank=9), []
+    for rank in range(comm.world_size):
+        rng = np.random.default_rng(rank)
+        left, right = rng.standard_normal((64, 3)), rng.standard_normal((3, 64))
+        matrices.append((left @ right).astype(np.float32).reshape(-1))
+    truth = np.mean(matrices, 0)
+    for _ in range(3):
+        got = reduce_by(comm, hook, matrices[comm.rank])
+        assert np.linalg.norm(got - truth) <= 1e-5 * np.linalg.norm(truth)
+
+
+@pytest.mark.ranks(2)
+def test_training_converges_with_each_hook(comm):
+    plain = example().train(comm, steps=80)
+    for kind in ("float16", "bfloat16", "Int8", "PowerSGD"):
+        distance = np.linalg.norm(example().train(comm, make(kind), steps=80) - plain) / np.linalg.norm(plain)
+        assert distance < 0.02, kind
