@@ -146,10 +146,13 @@ class CoreMachine(RuleBasedStateMachine):
         if self.model.find(rank):
             self.model.get(rank, self.ask(rank, FrameType.GET, key, from_rank), key, from_rank)
 
-    @rule(rank=RANKS, key=KEYS)
-    def delete(self, rank: int, key: str) -> None:
+    @rule(rank=RANKS, key=NAMES, below=KEYS, reader=RANKS)
+    def delete(self, rank: int, key: str, below: str, reader: int) -> None:
+        """Deletes a key and what is under it; a reader looks whether it has gone, or stayed."""
         if self.model.find(rank):
+            self.set(rank, below, b"1", None)
             self.model.delete(rank, self.ask(rank, FrameType.DELETE, key), key)
+            self.get(reader, below, None)
 
     @rule(rank=RANKS, name=NAMES, members=MEMBERS, value=VALUES)
     def exchange(self, rank: int, name: str, members: list[int] | None, value: bytes) -> None:

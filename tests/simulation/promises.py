@@ -11,7 +11,9 @@ from simulation.run import Outcome
 GRACE_SECONDS = 2.0  # how long a client listens for the server's answer after its deadline
 SLACK_SECONDS = 1.0  # of the network and of a slow or stopped rank
 # From the fault until the survivors know, at most: the targets of the failures, and what the network takes.
-DETECTION_SECONDS = {"crash": 0.5, "reset": 0.5, "stop": 3.0, "vanish": 6.0, "cut": 6.0, "server crash": 0.5}
+AT_ONCE, SILENT_HOST = 0.5, 6.0
+DETECTION_SECONDS = {"crash": AT_ONCE, "reset": AT_ONCE, "stop": 3.0, "vanish": SILENT_HOST, "cut": SILENT_HOST}
+DETECTION_SECONDS |= {"server crash": AT_ONCE, "server vanish": SILENT_HOST}
 NETWORK_SECONDS = 0.3
 NEEDED_SECONDS = 4.0  # above what ranks wait for one that computes, starts late, is slow, or is stopped for a moment
 JOINED_AFTER_SECONDS = 0.3  # the server has read the join by then, in any weather
@@ -82,11 +84,13 @@ def survivors_name_the_culprit(outcome: Outcome) -> Iterator[str]:
         error = diary.error
         if _is_death(error) and error.rank != victim:
             yield f"rank {rank} blames rank {error.rank}, and rank {victim} it was: {error}"
+        if _is_death(error) and error.was_silent != (outcome.scenario.fault.kind in ("stop", "cut", "vanish")):
+            yield f"rank {rank} takes silence for death, or death for silence: {error}"
         # First the one that it was; then those that it keeps from coming.
         if isinstance(error, CollectiveTimeout) and error.missing_ranks[:1] != (victim,):
             yield f"rank {rank} misses ranks {error.missing_ranks}, and rank {victim} it was: {error}"
         is_joining = isinstance(error, RendezvousTimeout) and diary.calls[0].error is error
-        if is_joining and outcome.scenario.fault.kind != "server crash":
+        if is_joining and not outcome.scenario.fault.hits_server:
             # A victim that was cut off while it joined comes again; who had met it by then knows that, and does not.
             missed = set(error.missing_ranks) - {victim} - _who_heard_of(victim, outcome)
             if missed or not error.missing_ranks:
@@ -94,11 +98,15 @@ def survivors_name_the_culprit(outcome: Outcome) -> Iterator[str]:
 
 
 def survivors_hear_of_a_rank(outcome: Outcome) -> Iterator[str]:
-    """A rank that fails where that can be seen is named as such: the others do not find out by waiting in vain."""
+    """A rank that fails where that can be seen is named as such: the others do not find out by waiting in vain.
+
+    Whoever loses the server hears of that, a rank too that was cut off itself.
+    """
+    fault = outcome.scenario.fault
     for rank, diary in _who_has_to_hear(outcome):
-        expected = RendezvousError if outcome.scenario.fault.kind == "server crash" else RankFailed
+        expected = RendezvousError if fault.hits_server or rank == fault.victim else RankFailed
         if diary.error is not None and not isinstance(diary.error, expected):
-            yield f"rank {rank} was to hear that rank {outcome.scenario.fault.victim} failed, and got {diary.error!r}"
+            yield f"rank {rank} was to hear of the {fault.kind} at rank {fault.victim}, and got {diary.error!r}"
 
 
 def survivors_hear_of_it_in_time(outcome: Outcome) -> Iterator[str]:
@@ -175,7 +183,7 @@ def _living(outcome: Outcome) -> Iterator[tuple[int, Diary]]:
 def _survivors(outcome: Outcome) -> Iterator[tuple[int, Diary]]:
     """All ranks but the victim; all where the server is."""
     fault = outcome.scenario.fault
-    return (found for found in _living(outcome) if fault.kind == "server crash" or found[0] != fault.victim)
+    return (found for found in _living(outcome) if fault.hits_server or found[0] != fault.victim)
 
 
 def _who_heard_of(victim: int, outcome: Outcome) -> set[int]:
@@ -196,9 +204,10 @@ def _who_has_to_hear(outcome: Outcome) -> Iterator[tuple[int, Diary]]:
         return iter(())
     if fault.kind == "stop":
         return _survivors(outcome)
-    if fault.kind != "server crash" and not _has_joined(outcome, outcome.diaries[fault.victim], outcome.fault_at):
+    if not fault.hits_server and not _has_joined(outcome, outcome.diaries[fault.victim], outcome.fault_at):
         return iter(())
-    return (found for found in _survivors(outcome) if _has_joined(outcome, found[1], outcome.fault_at))
+    concerned = _living(outcome) if fault.kind in ("cut", "reset") else _survivors(outcome)
+    return (found for found in concerned if _has_joined(outcome, found[1], outcome.fault_at))
 
 
 def _has_joined(outcome: Outcome, diary: Diary, at: float) -> bool:

@@ -25,7 +25,7 @@ class Outcome:
 
     Attributes:
         diaries: of the ranks.
-        again: of the ranks of the second generation; empty where the server has crashed.
+        again: of the ranks of the second generation; empty where the server has gone.
         fault_at: when the fault came, None where it met nobody.
         began_at, ended_at: when all began, and when it was over.
         trace: everything that happened, with its time.
@@ -169,7 +169,7 @@ class Run:
         """Brings about what the scenario has go wrong."""
         fault, system = self._scenario.fault, self._system
         victim, diary = self._processes[fault.victim], self._ranks[fault.victim].diary
-        if fault.kind in ("none", "raises", "absent") or (diary.is_finished and fault.kind != "server crash"):
+        if fault.kind in ("none", "raises", "absent") or (diary.is_finished and not fault.hits_server):
             return
         if not all(process.tasks for process in self._processes):  # on a busy machine they have not begun
             return
@@ -186,4 +186,5 @@ class Run:
             "vanish": lambda: system.vanish(victim),
             "reset": lambda: system.reset(victim),
             "server crash": lambda: system.crash(self._server_process),
+            "server vanish": lambda: system.vanish(self._server_process),
         }[fault.kind]()

@@ -32,6 +32,7 @@ FAULTS = {
     "raises": 6,
     "absent": 6,
     "server crash": 6,
+    "server vanish": 4,
 }
 BUSY = (0.02, 0.1)
 HARMLESS = ("none", "slow", "short stop", "short cut", "wall clock")
@@ -58,6 +59,10 @@ class Fault:
     @property
     def is_harmless(self) -> bool:
         return self.kind in HARMLESS
+
+    @property
+    def hits_server(self) -> bool:
+        return self.kind.startswith("server")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class VirtualSocket:
     """A TCP socket of the process that makes it."""
 
     def __init__(self, network: Network, process: Process) -> None:
-        self.family, self.type = socket.AF_INET, socket.SOCK_STREAM
+        self.family, self.type, self.proto = socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
         self.network = network
         self.process = process
         self.address: tuple[str, int] = ("127.0.0.1", network.free_port())
@@ -87,6 +87,9 @@ class VirtualSocket:
         if not scheduler.wait(lambda: scheduler.now >= arrives_at, self._timeout):
             raise TimeoutError(errno.ETIMEDOUT, "timed out")
         listener = self.network.listeners.get(address[1])
+        if listener is not None and listener.process.is_dead:  # its machine has vanished: nobody answers
+            scheduler.wait(lambda: False, self._timeout)
+            raise TimeoutError(errno.ETIMEDOUT, "timed out")
         if listener is None:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
         self.peer_address = address

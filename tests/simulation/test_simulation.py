@@ -10,7 +10,10 @@ in system.py, in one list. The time limits are those that ship.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import select
+import socket
 import subprocess
 import sys
 import threading
@@ -109,6 +112,54 @@ def test_what_has_no_stand_in_is_refused() -> None:
     with system.in_effect():
         system.new_process("one", "here").start("main", ask)
         system.scheduler.run()
+
+
+def test_an_asyncio_server_runs_in_it() -> None:
+    """Its loop, its timers and calls from another thread: what is exchanged is enough for a server made of it."""
+    seen: list[tuple[object, float]] = []
+    system = System(1, Weather(most_bytes=3))
+
+    class Echo(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            self.data_received = transport.write
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            seen.append(("lost", time.monotonic()))
+
+    async def serve(listener: socket.socket) -> None:
+        server = await asyncio.get_running_loop().create_server(Echo, sock=listener)
+        await asyncio.sleep(5.0)
+        server.close()
+
+    def host() -> None:
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 4000))
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=lambda: loop.run_until_complete(serve(listener)))
+        thread.start()
+        time.sleep(1.0)
+        loop.call_soon_threadsafe(lambda: seen.append(("called", time.monotonic())))
+        thread.join()
+        loop.close()
+
+    def talk() -> None:
+        stream, poll, heard = socket.create_connection((b"127.0.0.1", 4000), 5.0), select.poll(), b""
+        poll.register(stream, select.POLLIN)
+        for at in range(6):
+            stream.send(b"hello!"[at : at + 1])
+            poll.poll(1000.0)
+            heard += stream.recv(1)
+        seen.append((heard, 0.0))
+        stream.close()
+
+    with system.in_effect():
+        system.new_process("server", "here").start("main", host)
+        client = system.new_process("client", "here")
+        system.scheduler.at(1000.5, lambda: client.start("main", talk))
+        system.scheduler.run()
+    assert [what for what, _ in seen] == [b"hello!", "lost", "called"]
+    assert seen[2][1] == 1001.0
+    assert system.scheduler.now == 1005.0
 
 
 # Each promise once with a fault that breaks it, made at the public face of client and server or in the network.

@@ -29,10 +29,6 @@ class Lock:
             raise RuntimeError("release unlocked lock")
         self._is_held = False
 
-    def locked(self) -> bool:
-        self._scheduler.give_way()
-        return self._is_held
-
     def __enter__(self) -> bool:
         return self.acquire()
 
@@ -66,15 +62,6 @@ class Condition:
                 self._waiting.remove(notified)
             self._lock.acquire()
         return notified[0]
-
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        deadline = None if timeout is None else self._scheduler.now + timeout
-        while not (result := predicate()):
-            left = None if deadline is None else deadline - self._scheduler.now
-            if left is not None and left <= 0:
-                return result
-            self.wait(left)
-        return result
 
     def notify(self, count: int = 1) -> None:
         for notified in self._waiting[:count]:
