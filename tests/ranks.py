@@ -398,7 +398,7 @@ def _told(error: BaseException) -> tuple[BaseException | None, str]:
     for frame in lines.stack:
         if not frame.filename.startswith(str(TESTS)) or frame.filename == __file__:
             frame.locals = None
-    text = "".join(lines.format())
+    text = "".join(lines.format()).encode(errors="backslashreplace").decode()
     try:
         return pickle.loads(pickle.dumps(error)), text
     except Exception:

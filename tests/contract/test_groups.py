@@ -48,7 +48,7 @@ def test_the_world_and_its_machine(comm):
     assert group.closed
 
 
-@pytest.mark.ranks(on=EVERYWHERE | ON_GPU)
+@pytest.mark.ranks(on=EVERYWHERE | {"shm": (1, 2, 3, 4)} | ON_GPU)
 def test_split_by_color_and_key(comm):
     n = comm.world_size
     with comm.split(comm.rank % 2, key=-comm.rank) as group:
@@ -94,7 +94,7 @@ def test_overlapping_groups_used_in_turns(comm):
     assert total(comm) == n
 
 
-@pytest.mark.ranks(on=EVERYWHERE)
+@pytest.mark.ranks(on=EVERYWHERE | {"shm": (1, 2, 3, 4)})
 def test_groups_of_groups_outlive_their_parents(comm):
     half = comm.split(comm.rank // 2)
     pair = half.split(0, key=-half.rank)
@@ -202,6 +202,7 @@ def test_disagreement_within_a_group_names_ranks_of_the_world(comm):
 def test_members_that_name_other_ranks_are_told(comm):
     with pytest.raises(gs.GradsyncError, match="same ranks"):
         comm.new_group([0, 1] if comm.rank == 0 else [0, 1, 2])
+    assert_over(comm)
 
 
 @pytest.mark.ranks(2, 3, on=("shm", "fake"), options={"collective_timeout_seconds": 2.0}, fresh=True)
@@ -209,12 +210,21 @@ def test_a_member_that_does_not_come_to_the_making_is_named(comm):
     last = comm.world_size - 1
     if comm.rank == last:
         wait_until(lambda: is_broken(comm))
+        assert_over(comm)
         return
     with pytest.raises((gs.RendezvousTimeout, gs.RankFailed)) as raised:
         comm.new_group(comm.ranks)
     # The first to reach its deadline tells the others.
     assert isinstance(raised.value, gs.RankFailed) or raised.value.missing_ranks == (last,)
     assert f"for rank {last}" in str(raised.value)
+    assert_over(comm)
+
+
+def assert_over(comm):
+    """The world hears of it, too; else its end would raise it, since no call has."""
+    with pytest.raises(gs.GradsyncError):
+        for _ in range(1000):
+            comm.barrier()
 
 
 def is_broken(comm):
@@ -234,6 +244,7 @@ def test_a_member_dies_while_others_make_a_group(comm):
     with pytest.raises(gs.RankFailed) as raised:
         comm.new_group(range(3))
     assert raised.value.rank == 2
+    assert_over(comm)
 
 
 @pytest.mark.ranks(3, on=("shm", "fake"), ends={2: -signal.SIGKILL})
@@ -246,6 +257,7 @@ def test_a_member_that_dies_in_a_collective_has_its_number_in_the_world(comm):
         for _ in range(1000):
             (group or others).barrier()
     assert raised.value.rank == 2
+    assert_over(comm)
 
 
 @pytest.mark.ranks(2, on=("shm",), fresh=True)

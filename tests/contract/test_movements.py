@@ -112,7 +112,7 @@ def test_layouts_differ_between_ranks_sources_and_targets(comm):
         assert_identical(arrays.get(out), joined([parts[rank] for parts in dealt]))
 
 
-@pytest.mark.ranks(on=EVERYWHERE)
+@pytest.mark.ranks(on=EVERYWHERE | {"shm": (1, 2, 3, 4)})
 def test_uneven_sizes(comm):
     n, rank = comm.world_size, comm.rank
     for arrays, (number, sizes), tail in product(arrays_for(comm), enumerate(sizes_of(n)), [(), (4,)]):
@@ -142,7 +142,7 @@ def uneven_tables(n):
     ]
 
 
-@pytest.mark.ranks(on=EVERYWHERE | ON_GPU)
+@pytest.mark.ranks(on=EVERYWHERE | {"shm": (1, 2, 3, 4)} | ON_GPU)
 def test_all_to_all_of_uneven_sizes(comm):
     n, rank = comm.world_size, comm.rank
     for arrays, (number, table), tail in product(arrays_for(comm), enumerate(uneven_tables(n)), [(), (6,)]):

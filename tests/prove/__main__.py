@@ -36,23 +36,7 @@ class Script(NamedTuple):
 
 
 _PYTEST = ("pytest", "-q", "--timeout", "900", "--import-mode=prepend", "-m", "")
-_OF_PLACES = (
-    *("tests/test_done_callbacks.py",),
-    *("tests/test_random_training.py",),
-)
-_OF_SIZES = ("--ignore", "tests/communicators/test_contract.py")  # the part's own tests run it at more sizes
-_OF_ONE_FILE = (*_PYTEST, "tests/communicators/test_contract.py", "-k", "one_file")
 SCRIPTS = {
-    "cross_checks": [
-        # What make test runs at few places: here at all.
-        Script(
-            "-m",
-            (*_PYTEST, "tests/bucketing", "tests/communicators", *_OF_PLACES, *_OF_SIZES),
-            (*_PYTEST, "tests/test_hooks.py"),
-        ),
-        # Of the tests left out there, what the part's own have not.
-        Script("-m", _OF_ONE_FILE, _OF_ONE_FILE),
-    ],
     "random_training": [Script("tests/random_training.py", ("--programs", "2000"), ("--programs", "40"))],
     "fault_matrix": [Script("benchmarks/fault_matrix.py", (), ("--quick",))],
     "partitions": [Script("tests/prove/partitions/chaos_runs.py", ("--seeds", "200"), ("--seeds", "5"))],

@@ -739,11 +739,11 @@ class Communicator:
         return CommunicatorTree(self.recorder.group, self._lifetime.raised)
 
     def new_group(self, ranks: Iterable[int]) -> Communicator | NonMember:
-        """Makes a group of some ranks of this communicator. The group numbers its members in the order of these ranks.
+        """Makes a group of some ranks of this communicator. The members keep their order in this communicator.
 
-        Only the members need to call new_group. All members must pass the same ranks. If several ranks are members of
-        the same two groups, these ranks must make the two groups in the same order. These ranks must also call the
-        collectives of the two groups in the same order.
+        Only the members need to call new_group. All members must pass the same ranks, in any order. If several ranks
+        are members of the same two groups, these ranks must make the two groups in the same order. These ranks must
+        also call the collectives of the two groups in the same order.
 
         Keep a reference to the group while any rank uses it. Close a group by its method close() when it is not needed
         any more; the end of the process group closes the other groups. This is most important with MPI, which allows

@@ -1,4 +1,7 @@
-"""The addresses of this machine as the kernel tells them, against those that `ip` shows."""
+"""The addresses of this machine as the kernel gives them, against those that `ip` shows.
+
+Private names: what other machines are given, and what is warned about, follows from these; one machine shows neither.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def test_an_address_of_nobody_has_none() -> None:
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_others_are_told_addresses_that_only_this_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_machines_get_addresses_that_only_this_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [("lo", "127.0.0.1"), ("ib0", "2001:db8::7"), ("eth0", "192.0.2.7"), ("eth0", "fe80::7")]
     found += [("docker0", "172.17.0.1")]
     packed = [(name, ipaddress.ip_address(address).packed) for name, address in found]

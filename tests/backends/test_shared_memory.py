@@ -1,0 +1,337 @@
+"""Shared memory: arrays of every size, ranks in any step, and what it takes and leaves on the machine."""
+
+import errno
+import logging
+import mmap
+import os
+import platform
+import resource
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from itertools import product
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+from arrays import assert_identical
+from commands import wait_until
+from gradsync.communicators.shared_memory import segment  # no other way to have two machines
+
+# -- Sizes and steps --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, 3)
+def test_sizes_around_every_power_of_two(comm):
+    """Where one way of moving ends and the next begins, whatever these sizes are; with remainders."""
+    n, rank = comm.world_size, comm.rank
+    after, before = (rank + 1) % n, (rank - 1) % n
+    for power, more in product(range(8, 22), (0, 1)):
+        size = 2**power + more
+        ranks = [np.arange(size, dtype=np.uint8) + np.uint8(3 * each) for each in range(n)]
+        assert_identical(comm.all_reduce(ranks[rank].copy()), np.sum(ranks, axis=0, dtype=np.uint8))
+        assert_identical(comm.broadcast(ranks[rank].copy(), power % n), ranks[power % n])
+        assert_identical(comm.all_gather(ranks[rank]), np.concatenate(ranks))
+        got = comm.exchange(ranks[rank], dest=after, out=np.empty_like(ranks[0]), source=before)
+        assert_identical(got, ranks[before])
+        if power < 20:
+            dealt = comm.all_to_all(np.concatenate([ranks[rank]] * n))
+            assert_identical(dealt, np.concatenate(ranks))
+            total = comm.reduce_scatter(np.concatenate([ranks[rank]] * n), "max")
+            assert_identical(total, np.max(ranks, axis=0))
+
+
+@pytest.mark.ranks(2)
+def test_arrays_of_many_segments(comm):
+    for dtype in ("float32", "float16"):
+        ranks = [np.arange(1_500_001) % 1000 + rank for rank in range(2)]
+        got = comm.all_reduce(ranks[comm.rank].astype(dtype))
+        assert_identical(got, (ranks[0] + ranks[1]).astype(dtype))
+    memory = np.zeros(7_000_000, np.int8)
+    for _ in range(2):  # results come to lie on what is still to be read
+        memory[:4_000_000] = np.arange(4_000_000) % 37
+        got = comm.all_reduce(memory[:4_000_000], out=memory[3_000_000:])
+        assert (got == 2 * (np.arange(4_000_000) % 37)).all()
+
+
+@pytest.mark.ranks(3)
+def test_new_arrays_at_old_addresses(comm):
+    """Arrays come again, and others are freed whose address is that of the next: no address means anything."""
+    shifted = np.frombuffer(bytearray(400_001), np.uint8)[1:].view(np.float32)
+    arrays = [np.empty(100_000 + length, np.float32) for length in (0, 0, 0, 1, 300_000)] + [shifted]
+    for turn in range(4):
+        for number, array in enumerate(arrays):
+            array.fill(comm.rank + turn + number)
+            comm.all_reduce(array)
+            assert (array == 3 + 3 * (turn + number)).all(), (turn, number)
+        arrays[turn] = np.full(arrays[turn].size, 7, np.float32)
+    for _ in range(20):
+        assert (comm.all_reduce(np.full(100_000, 1.0)) == 3).all()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("seed", range(3))
+def test_messages_and_collectives_of_ranks_that_pause_as_they_like(comm, seed):
+    """All draw the same steps: each ends as it must, and what did not fit leaves no trace for the next."""
+    steps, pauses = np.random.default_rng(seed), np.random.default_rng([seed, comm.rank])
+    n, rank = comm.world_size, comm.rank
+    for step in range(150):
+        kind = steps.choice(["message", "message", "size", "ring", "barrier", "all_reduce", "gather"])
+        size = int(steps.choice([0, 1, 100, 5_000, 200_000, 400_000]))
+        first, second = (int(each) for each in steps.permutation(n)[:2])
+        if pauses.integers(3) == 0:
+            time.sleep(float(pauses.choice([0.0, 1e-5, 1e-3])))
+        values, into = np.full(size, step % 100 + rank, np.int16), np.zeros(size, np.int16)
+        if kind == "barrier":
+            comm.barrier()
+        elif kind == "all_reduce":
+            assert (comm.all_reduce(values) == n * (step % 100) + n * (n - 1) // 2).all()
+        elif kind == "gather":
+            comm.gather(values, first)
+        elif kind == "ring":
+            comm.exchange(values, dest=(rank + 1) % n, out=into, source=(rank - 1) % n)
+            assert (into == step % 100 + (rank - 1) % n).all()
+        elif rank in (first, second):
+            into = np.zeros(size + (kind == "size"), np.int16)
+            try:
+                comm.send(values, second) if rank == first else comm.recv(into, first)
+                assert kind == "message"
+                assert rank == first or (into == step % 100 + first).all()
+            except gs.PlanMismatch as error:
+                assert kind == "size"
+                assert set(error.descriptions) == {first, second}
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_may_close_after_its_part_of_a_message(comm):
+    for _ in range(20):
+        group = comm.split(0)
+        if group.rank == 0:
+            group.send(np.arange(300_000), 1)
+        elif group.rank == 1:
+            assert_identical(group.recv(np.zeros(300_000, np.int64), 0), np.arange(300_000))
+        group.close()
+
+
+@pytest.mark.ranks(2)
+def test_two_threads_with_a_communicator_each(comm):
+    """On the ranks they begin in opposite orders."""
+    groups, turns, results = [comm.split(0) for _ in range(2)], [threading.Event() for _ in range(2)], []
+
+    def work(number):
+        if number != comm.rank:
+            turns[comm.rank].wait()
+        else:
+            threading.Timer(0.01, turns[number].set).start()
+        results.extend(float(groups[number].all_reduce(np.ones(3))[0]) for _ in range(100))
+
+    threads = [threading.Thread(target=work, args=[number]) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [2.0] * 200
+    for group in groups:
+        group.close()
+
+
+# -- What it needs ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def limited(what, size_bytes):
+    """A limit takes the place of a full machine: both refuse the pages."""
+    kept = resource.getrlimit(what)
+    resource.setrlimit(what, (size_bytes, kept[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, kept)
+
+
+@pytest.mark.ranks(2, fresh=True)
+@pytest.mark.parametrize("what", ["split", "gradient_buffers"])
+def test_more_memory_than_there_is(comm, what, tmp_path):
+    """Refused by the rank that makes it, and known to the other; nothing is left open."""
+    buckets = gs.AllreduceCallback(parameters={"w": ((3_000_000,), "float32")}, gradient_as_bucket_view=True)
+    comm.barrier()
+    before = len(os.listdir("/proc/self/fd"))
+    with limited(resource.RLIMIT_FSIZE, 1 << 20), pytest.raises((gs.BackendUnavailable, gs.RankFailed)) as raised:
+        comm.split(0) if what == "split" else buckets.gradient_buffers()
+    (tmp_path / f"{type(raised.value).__name__} {comm.rank}").write_text(str(raised.value))
+    del raised
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    assert any("bytes of shared memory" in file.read_text() for file in tmp_path.glob("BackendUnavailable*"))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("poor", [0, 2])
+def test_a_rank_without_memory_while_joining_is_known_to_all(rank, poor):
+    """The one that makes the memory, and one that maps it."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    if rank == poor == 2:
+        mmap.mmap = refuse
+    kind, size = (gs.BackendUnavailable if rank == poor else gs.RankFailed), resource.RLIM_INFINITY
+    with limited(resource.RLIMIT_FSIZE, 1 << 12 if rank == poor == 0 else size), pytest.raises(kind) as raised:
+        gs.init_process_group("shm")
+    assert rank == poor or raised.value.rank == poor
+    assert not gs.is_initialized()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("what", ["aarch64", "memfd"])
+def test_other_processors_and_old_kernels_are_refused(rank, what):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    if what == "aarch64":
+        platform.machine = lambda: what
+    else:
+        os.memfd_create = refuse
+    with pytest.raises(gs.BackendUnavailable, match=what):
+        gs.init_process_group("shm")
+
+
+@pytest.mark.ranks(2)
+def test_ranks_on_two_machines_are_refused(rank):
+    if rank == 1:
+        segment.machine_identity = lambda: "another boot pid:[4026531836]"
+    with pytest.raises((gs.BackendUnavailable, gs.RankFailed), match="host"):
+        gs.init_process_group("shm")
+
+
+# -- What it leaves ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(3, ends={1: -signal.SIGKILL})
+def test_nothing_has_a_name_that_a_killed_rank_could_leave(comm, tmp_path):
+    os.chdir(tmp_path)
+    group = comm.split(0)
+    group.all_reduce(np.ones(1_000_000))
+    with open("/proc/self/maps") as maps:
+        assert "/dev/shm/" not in maps.read()  # memory without a name goes with its last process
+    assert all("/dev/shm/" not in os.readlink(f"/proc/self/fd/{fd}") for fd in (0, 1, 2, *open_files()))
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(gs.RankFailed):
+        comm.barrier()
+    assert list(tmp_path.iterdir()) == []
+
+
+def open_files():
+    with os.scandir("/proc/self/fd") as entries:
+        names = [entry.name for entry in entries]
+    return [name for name in names if os.path.exists(f"/proc/self/fd/{name}")]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.ranks(2, ends={1: -signal.SIGKILL})
+def test_a_child_that_lives_on_does_not_hide_the_death_of_its_rank(comm, tmp_path):
+    """It has copies of its parent's connections."""
+    if comm.rank == 1:
+        if os.fork() == 0:
+            wait_until((tmp_path / "told").exists)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(gs.RankFailed) as raised:
+        comm.barrier()
+    (tmp_path / "told").touch()
+    assert raised.value.rank == 1
+    assert not raised.value.was_silent
+
+
+@pytest.mark.ranks(2)
+def test_the_end_of_a_communicator_gives_its_memory_back(comm):
+    def mapped():
+        with open("/proc/self/maps") as maps:
+            return sum("memfd:" in line for line in maps)
+
+    before = mapped()
+    group, array = comm.split(0), np.ones(1024, np.float32)
+    for _ in range(3):  # what may be kept for the next call
+        group.all_reduce(array)
+        group.all_gather(array)
+        group.reduce_scatter(array)
+        group.broadcast(array)
+        group.all_to_all(array)
+    comm.barrier()
+    assert mapped() > before
+    group.close()
+    assert mapped() == before
+
+
+# -- Who is waited for ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(tmp_path):
+    """A file that appears once the server, which runs in this process, says that a rank is waited for."""
+    path = tmp_path / "told"
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            text = record.getMessage()
+            if (
+                "has waited" in text
+                and "for rank 1" in text
+                and "test_shared_memory.py" not in text.split("for rank")[1]
+            ):
+                path.write_text(text)
+
+    handler = Handler()
+    logging.getLogger("gradsync").addHandler(handler)
+    yield path
+    logging.getLogger("gradsync").removeHandler(handler)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "what", ["barrier", *(pytest.param(what, marks=pytest.mark.slow) for what in ("group", "recv", "bucket"))]
+)
+def test_who_is_waited_for_is_said_long_before_the_deadline(comm, what, told):
+    """After 5 s, which nothing can shorten: the other cases are as slow."""
+    group, sync = comm.new_group([0, 1]), gs.AllreduceCallback("sum", comm)
+    sync("w", np.ones(3))
+    sync.flush()
+    comm.barrier()
+    if comm.rank == 1:
+        wait_until(told.exists)
+    if what == "barrier":
+        comm.barrier()
+    elif what == "group":
+        group.barrier()
+    elif what == "bucket":
+        sync("w", np.ones(3))
+        sync.flush()
+    elif comm.rank == 0:
+        comm.recv(np.ones(3), 1)
+    else:
+        comm.send(np.ones(3), 0)
+    group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, options={"collective_timeout_seconds": 2.0}, fresh=True)
+def test_a_rank_that_nobody_waits_for_is_left_alone(comm):
+    comm.barrier()
+    time.sleep(3.0)  # both compute past the deadline
+    comm.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, options={"collective_timeout_seconds": 2.0}, fresh=True)
+def test_of_many_groups_the_one_in_use_is_in_the_report(comm, tmp_path):
+    groups = [comm.split(0) for _ in range(60)]
+    if comm.rank == 1:
+        wait_until((tmp_path / "reached").exists)
+    with pytest.raises(gs.CollectiveTimeout) as raised:
+        groups[7].barrier()
+    (tmp_path / "reached").touch()
+    assert f"group '{groups[7].recorder.group}'" in str(raised.value)

@@ -1,0 +1,391 @@
+"""How communicators end: closed, aborted, left by a rank that dies or stays away; and that all ranks hear of it."""
+
+import gc
+import os
+import signal
+import threading
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+from arrays import arrays_of
+from collectives import collectives
+from commands import wait_until
+from ranks import EVERYWHERE
+
+# -- In order ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(on=EVERYWHERE)
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_closed_communicator_refuses_everything(comm, is_used):
+    """Whatever it has or has not been used for before."""
+    group, arrays = comm.split(0), arrays_of(comm)
+    if is_used:
+        for call in collectives(comm, arrays, (3, 2)).values():
+            call(group)
+    comm.barrier()
+    assert not group.closed
+    group.close()
+    group.close()
+    assert group.closed
+    assert "closed" in repr(group)
+    for form in (group, group.asynchronous):
+        for name, call in collectives(comm, arrays, (3, 2)).items():
+            with pytest.raises(gs.CommunicatorClosed):
+                result = call(form)
+                assert form is group.asynchronous, name
+                result.result()  # an asynchronous one may fail in its future
+    for call in (lambda: group.objects.all_gather(1), lambda: group.new_group([0]), lambda: group.split(0)):
+        with pytest.raises(gs.CommunicatorClosed):
+            call()
+    group.abort("too late")
+    assert (arrays.get(comm.all_reduce(arrays.put(np.ones(3)))) == comm.world_size).all()
+
+
+@pytest.mark.ranks(on=EVERYWHERE)
+def test_a_with_block_closes(comm):
+    with comm.split(0) as group:
+        group.barrier()
+    assert group.closed
+    if comm.world_size > 1:
+        with pytest.raises(gs.PlanMismatch), comm.split(0) as group:
+            group.all_reduce(arrays_of(comm).put(np.ones(2 if comm.rank else 3)))
+        assert group.closed  # and not aborted: each rank has its own PlanMismatch
+
+
+@pytest.mark.ranks(on=EVERYWHERE)
+def test_asynchronous_collectives_end_before_close_returns(comm):
+    group, arrays = comm.split(0), arrays_of(comm)
+    futures = [group.asynchronous.all_reduce(arrays.put(np.full(100_000, float(call)))) for call in range(10)]
+    group.close()
+    for call, future in enumerate(futures):
+        assert (arrays.get(future.result(0)) == call * comm.world_size).all()
+
+
+@pytest.mark.ranks(2, 3, on=("shm", "fake"), fresh=True)
+def test_who_comes_after_another_rank_has_closed_is_told(comm):
+    comm.all_reduce(arrays_of(comm).put(np.ones(1_000_000, np.float32)))
+    if comm.rank == 0:
+        comm.close()  # hurts nobody who is still in the last collective
+    else:
+        with pytest.raises(gs.RankFailed) as raised:
+            comm.barrier()
+        assert raised.value.rank == 0
+
+
+# -- Aborted ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(3, on=("shm", "fake"), fresh=True)
+@pytest.mark.parametrize("culprit", [None, 2])
+@pytest.mark.parametrize("reason", ["the disk is full", "bad \udcff byte", "long" * 1000], ids=["short", "bad", "long"])
+def test_abort_gives_the_reason_and_the_culprit_to_all(comm, reason, culprit):
+    comm.barrier()
+    if comm.rank == 1:
+        comm.abort(reason, culprit=culprit)
+    else:
+        with pytest.raises(gs.RankFailed, match=reason[:4]) as raised:
+            comm.barrier()
+        assert raised.value.rank == (1 if culprit is None else culprit)
+    with pytest.raises(gs.CommunicatorClosed, match=reason[:4]):
+        comm.barrier()
+
+
+@pytest.mark.ranks(2, 3, on=("shm",))
+def test_the_end_of_a_group_leaves_the_world(comm):
+    for end in (lambda group: group.abort("enough"), lambda group: group.close()):
+        group = comm.split(0)
+        if comm.rank == 1:
+            end(group)
+        else:
+            with pytest.raises(gs.RankFailed) as raised:
+                group.barrier()
+            assert raised.value.rank == 1
+        comm.barrier()
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+@pytest.mark.ranks(2, on=("shm", "fake"), fresh=True)
+@pytest.mark.parametrize("kind", [Unspeakable, ZeroDivisionError])
+def test_an_error_in_a_with_block_aborts(comm, kind):
+    comm.barrier()
+    if comm.rank == 0:
+        with pytest.raises(kind), comm:
+            raise kind
+    else:
+        with pytest.raises(gs.RankFailed, match=kind.__name__) as raised:
+            comm.barrier()
+        assert raised.value.rank == 0
+
+
+@pytest.mark.ranks(on={"shm": (2, 3), "fake": (2,)}, fresh=True)
+def test_another_thread_may_abort_a_collective_that_waits(comm, tmp_path):
+    end_from_another_thread(comm, lambda: comm.abort("asked to"), tmp_path)
+
+
+@pytest.mark.ranks(2, 3, on=("shm",), fresh=True)
+def test_another_thread_may_close_a_communicator_that_waits(comm, tmp_path):
+    """On NCCL a close waits for what has begun."""
+    end_from_another_thread(comm, comm.close, tmp_path)
+
+
+def end_from_another_thread(comm, end, folder):
+    """All ranks hear that rank 0 has left; rank 1 does not come before that."""
+    if comm.rank == 0:
+        begun = comm.recorder.begun
+        thread = threading.Thread(target=lambda: (wait_until(lambda: comm.recorder.begun > begun), end()))
+        thread.start()
+        with pytest.raises((gs.RankFailed, gs.CommunicatorClosed)):
+            comm.barrier()
+        thread.join()
+        (folder / "over").touch()
+        return
+    if comm.rank == 1:
+        wait_until((folder / "over").exists)
+    with pytest.raises(gs.RankFailed) as raised:
+        comm.barrier()
+    assert raised.value.rank == 0
+
+
+# -- One at a time ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, on=("shm", "fake"))
+def test_a_second_thread_is_refused_and_hurts_nobody(comm, tmp_path):
+    if comm.rank == 0:
+        begun, refused = comm.recorder.begun, []
+
+        def call():
+            wait_until(lambda: comm.recorder.begun > begun)
+            try:
+                comm.barrier()
+            except gs.InvalidArgument as error:
+                refused.append(error)
+            (tmp_path / "refused").touch()
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        comm.barrier()
+        thread.join()
+        assert len(refused) == 1
+    else:
+        wait_until((tmp_path / "refused").exists)
+        comm.barrier()
+
+
+@pytest.mark.ranks(2, on=("shm", "fake"))
+def test_a_signal_handler_may_call_no_collective_within_one(comm, tmp_path):
+    if comm.rank == 0:
+        refused = []
+
+        def call(*_):
+            with pytest.raises(gs.InvalidArgument) as raised:
+                comm.barrier()
+            refused.append(raised.value)
+            (tmp_path / "refused").touch()
+
+        begun, kept = comm.recorder.begun, signal.signal(signal.SIGUSR1, call)
+
+        def strike():
+            wait_until(lambda: comm.recorder.begun > begun)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        thread = threading.Thread(target=strike)
+        thread.start()
+        comm.barrier()
+        thread.join()
+        signal.signal(signal.SIGUSR1, kept)
+        assert len(refused) == 1
+    else:
+        wait_until((tmp_path / "refused").exists)
+        comm.barrier()
+
+
+@pytest.mark.ranks(2, on=("shm", "fake"), fresh=True)
+@pytest.mark.parametrize("form", ["blocking", "future"])
+def test_ctrl_c_in_a_wait_reaches_the_user_and_the_others(comm, form, tmp_path):
+    if comm.rank == 1:
+        wait_until((tmp_path / "interrupted").exists)
+        with pytest.raises(gs.RankFailed, match="KeyboardInterrupt|interrupted") as raised:
+            comm.barrier()
+        assert raised.value.rank == 0
+        return
+    kept, begun = signal.signal(signal.SIGINT, signal.default_int_handler), comm.recorder.begun
+    try:
+
+        def strike():
+            wait_until(lambda: comm.recorder.begun > begun)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=strike)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt), comm:
+            if form == "blocking":
+                comm.barrier()
+            else:
+                comm.asynchronous.barrier().result()
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, kept)
+    (tmp_path / "interrupted").touch()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.ranks(on={"shm": (2,), "local": (1,)}, fresh=True)
+def test_a_forked_child_cannot_use_it(comm):
+    future = comm.asynchronous.all_reduce(np.ones(3))
+    future.result()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with suppress(BaseException):
+            try:
+                comm.barrier()
+            except gs.CommunicatorClosed:
+                code = 7
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    comm.barrier()
+
+
+# -- Ranks that die, or stay away -------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(3, on=("shm", "fake"), ends={1: -signal.SIGKILL})
+@pytest.mark.parametrize("what", ["all_reduce", "large all_reduce", "objects", "barrier", "future", "recv"])
+def test_a_rank_that_dies_is_named(comm, what):
+    arrays = arrays_of(comm)
+    small, large = arrays.put(np.ones(10, np.float32)), arrays.put(np.ones(300_000, np.float32))
+    call = {
+        "all_reduce": lambda: comm.all_reduce(small),
+        "large all_reduce": lambda: comm.all_reduce(large),
+        "objects": lambda: comm.objects.all_gather("x"),
+        "barrier": comm.barrier,
+        "future": lambda: comm.asynchronous.all_reduce(small).result(),
+        "recv": lambda: comm.recv(small, 1) if comm.rank != 1 else [comm.send(small, to) for to in (0, 2)],
+    }[what]
+    for _ in range(5):
+        call()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(gs.RankFailed) as raised:
+        for _ in range(10_000):
+            call()
+    assert raised.value.rank == 1
+    with pytest.raises(gs.CommunicatorClosed):
+        comm.barrier()
+
+
+@pytest.mark.ranks(2, 3, on=("shm", "fake"), fresh=True)
+def test_a_rank_that_leaves_is_named(comm, tmp_path):
+    if comm.rank == 1:
+        comm.barrier()
+        gs.destroy_process_group()
+        wait_until(lambda: len(list(tmp_path.iterdir())) == comm.world_size - 1)
+        return
+    comm.barrier()
+    with pytest.raises(gs.RankFailed) as raised:
+        for _ in range(10_000):
+            comm.all_reduce(arrays_of(comm).put(np.ones(3)))
+    assert raised.value.rank == 1
+    (tmp_path / f"rank {comm.rank} was told").touch()
+
+
+def step(comm, what, sync):
+    array = arrays_of(comm).put(np.ones(1000, np.float32))
+    if what == "bucket":
+        with sync.backward():
+            sync("conv1.weight", array)
+    elif what == "future":
+        comm.asynchronous.all_reduce(array).result()
+    elif what == "broadcast":
+        comm.broadcast(array, root=1)
+    else:
+        comm.barrier()
+
+
+@pytest.mark.ranks(on={"shm": (3,), "fake": (2,)}, options={"collective_timeout_seconds": 1.5}, fresh=True)
+@pytest.mark.parametrize("what", ["bucket", "future", "broadcast", "barrier"])
+def test_the_deadline_names_the_rank_that_stays_away(comm, what, tmp_path):
+    """All ranks get one verdict, with the stack of the absent one. It is in later errors too, in short."""
+    sync = gs.AllreduceCallback("sum", comm)
+    step(comm, what, sync)
+    comm.barrier()
+    if comm.rank == 1:
+        load_a_batch(tmp_path / "reached")
+    with pytest.raises(gs.CollectiveTimeout, match="load_a_batch") as raised:
+        step(comm, what, sync)
+    (tmp_path / "reached").touch()
+    assert raised.value.missing_ranks == (1,)
+    if what == "bucket":
+        assert "conv1.weight" in str(raised.value)
+    with pytest.raises(gs.CommunicatorClosed, match="for rank 1") as raised:
+        comm.barrier()
+    assert "load_a_batch" not in str(raised.value)
+
+
+def load_a_batch(path):
+    """Where rank 1 is while the others wait for it."""
+    wait_until(path.exists)
+
+
+@pytest.mark.ranks(on={"shm": (3,), "fake": (3,)}, options={"collective_timeout_seconds": 1.5}, fresh=True)
+def test_who_is_absent_in_a_group_has_its_number_in_the_world(comm, tmp_path):
+    group = comm.new_group([1, 2])
+    comm.barrier()
+    if comm.rank == 1:
+        with pytest.raises(gs.CollectiveTimeout) as raised:
+            group.all_reduce(arrays_of(comm).put(np.ones(3)))
+        (tmp_path / "reached").touch()
+    else:
+        wait_until((tmp_path / "reached").exists)
+        with pytest.raises(gs.CollectiveTimeout) as raised:
+            (group or comm).barrier()
+    assert raised.value.missing_ranks == (2,)
+
+
+@pytest.mark.ranks(on={"shm": (2, 3), "fake": (2, 3)}, options={"collective_timeout_seconds": 1.5}, fresh=True)
+@pytest.mark.parametrize("first", ["send", "recv"])
+def test_ranks_that_wait_for_each_other_end_at_the_deadline(comm, first):
+    """Each sends to the next one first, or each receives first from the one before it."""
+    n, arrays = comm.world_size, arrays_of(comm)
+    after, before = (comm.rank + 1) % n, (comm.rank - 1) % n
+    mine, room = arrays.put(np.full(3, comm.rank)), arrays.put(np.zeros(3, int))
+    comm.exchange(mine, dest=after, out=room, source=before)  # which does both at once
+    assert (arrays.get(room) == before).all()
+    with pytest.raises(gs.CollectiveTimeout) as raised:
+        if first == "send":
+            comm.send(mine, after)
+        else:
+            comm.recv(room, before)
+    for rank in range(n):  # where each of them waits
+        assert f"rank {rank}" in str(raised.value)
+    assert "test_lifetime.py" in str(raised.value)
+    assert set(raised.value.missing_ranks) <= set(range(n))
+    with pytest.raises(gs.CommunicatorClosed):
+        comm.barrier()
+
+
+# -- Nothing is left --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(on={"local": (1,), "shm": (2, 3), "mpi": (2,)})
+def test_communicators_that_come_and_go_leave_nothing(comm):
+    arrays, counts = arrays_of(comm), set()
+    for cycle in range(12):
+        with comm.new_group(comm.ranks) if cycle % 2 else comm.split(0) as group:
+            group.all_reduce(arrays.put(np.ones(300_000)))
+            group.asynchronous.all_reduce(arrays.put(np.ones(3))).result()
+        del group
+        gc.collect()
+        comm.barrier()
+        if cycle >= 4:
+            counts.add(len(os.listdir("/proc/self/fd")))
+    assert len(counts) == 1
