@@ -1,17 +1,21 @@
-"""What a rank started is gone with the rank, and with the launcher, however they end."""
+"""Nothing that a rank has started outlives the rank, nor the launcher, however they end; what cleans up may do so.
+
+The fixture `cli` looks after each test whether any process is left, whatever session it is in.
+"""
 
 import contextlib
 import os
 import re
 import signal
-import subprocess
+import sys
 from pathlib import Path
 
-import command
 import pytest
 
-from contract import wait_until
-from process_table import parent_of, state_of
+import gradsync as gs
+from commands import is_running, wait_until
+
+RUN = ("run", "--no-prefix", "-n", 2)
 
 # Leaves children of every kind behind: plain, in a session of its own, double-forked, one that ignores SIGTERM, and a
 # stopped one. Their process ids are printed on one line, after the rank's own.
@@ -40,74 +44,151 @@ BROOD = """
     ]
     stopped = forget(lambda: None)
     os.kill(stopped, signal.SIGSTOP)
-    print(os.getpid(), *pids, stopped, flush=True)
+    os.write(1, f"{os.getpid()} {' '.join(map(str, pids))} {stopped}\\n".encode())
 """
-WAIT = "\n    signal.pause()\n"
+WAIT = "    while True:\n        signal.pause()\n"
 
 
-def start(tmp_path, source, *options):
-    script = command.write_script(tmp_path, source)
-    return command.start("run", "--no-prefix", "-n", 2, *options, script)
+def exists(pid):
+    return os.path.exists(f"/proc/{pid}")  # also as a zombie
 
 
-def pids_of(process):
-    return [int(pid) for _ in range(2) for pid in process.stdout.readline().split()]
+def stat(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def all_end(pids):
-    return all(command.has_ended(pid, 60) for pid in pids)
+def parent(pid):
+    return int(stat(pid)[1])
 
 
-@pytest.mark.parametrize("end", ["", "\n    raise SystemExit(3)", "\n    os.kill(os.getpid(), 9)"])
-def test_nothing_that_a_rank_started_outlives_it(tmp_path, end):
-    with start(tmp_path, BROOD + end) as process:
-        pids = pids_of(process)
-        process.communicate()
-    assert all(map(command.is_gone, pids))  # when the command returns, not some time after
+def families(launcher):
+    """The process ids of each rank: its own, and those of its children."""
+    return [[int(pid) for pid in launcher.stdout.readline().split()] for _ in range(2)]
+
+
+@pytest.mark.parametrize("end", ["", "    raise SystemExit(3)\n", "    os.kill(os.getpid(), 9)\n"])
+def test_nothing_that_a_rank_started_outlives_it(end, cli, script):
+    launcher = cli.start(*RUN, script(BROOD + end))
+    pids = [pid for family in families(launcher) for pid in family]
+    launcher.result()
+    assert not any(map(exists, pids))  # when the command returns, not some time after
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_nothing_outlives_the_launcher(tmp_path, number):
-    with start(tmp_path, BROOD + WAIT) as process:
-        pids = pids_of(process)
-        guards = {parent_of(pid) for pid in pids[:1] + pids[6:7]}
-        process.send_signal(number)
-        process.communicate()
-    assert len(guards) == 2
-    assert all_end(pids)
-    assert all_end(guards)
+def test_nothing_outlives_the_launcher(number, cli, script):
+    launcher = cli.start(*RUN, script(BROOD + WAIT))
+    pids = [pid for family in families(launcher) for pid in family]
+    launcher.send_signal(number)
+    launcher.wait(60)
+    wait_until(lambda: not any(map(is_running, pids)))
+    if number != signal.SIGKILL:
+        assert not any(map(exists, pids))
 
 
-def test_grandchildren_of_a_killed_rank_are_gone(tmp_path):
-    with start(tmp_path, BROOD + WAIT) as process:
-        pids = pids_of(process)
-        os.kill(pids[0], signal.SIGKILL)
-        _, err = process.communicate()
-    assert process.returncode == 137
-    assert f"(pid {pids[0]} on {os.uname().nodename}) was killed by SIGKILL" in err
-    assert all(map(command.is_gone, pids))
+def test_a_killed_rank_takes_its_children_along_and_a_stopped_rank_ends_with_the_others(cli, script):
+    launcher = cli.start(*RUN, script(BROOD + WAIT))
+    first, second = families(launcher)
+    os.kill(first[0], signal.SIGSTOP)
+    os.kill(second[0], signal.SIGKILL)
+    code, _, err = launcher.result()
+    assert code == 137
+    assert re.search(rf"rank \d \(pid {second[0]} on {os.uname().nodename}\) was killed by SIGKILL", err)
+    assert not any(map(exists, first + second))
 
 
-def test_stopped_rank_is_ended_with_the_others(tmp_path):
-    with start(tmp_path, BROOD + WAIT) as process:
-        pids = pids_of(process)
-        os.kill(pids[0], signal.SIGSTOP)
-        os.kill(pids[6], signal.SIGKILL)
-        process.communicate()
-    assert process.returncode == 137
-    assert all(map(command.is_gone, pids))
+def test_a_guard_is_named_keeps_its_rank_apart_forwards_signals_and_gathers_no_zombies(cli, script):
+    path = script(
+        """
+        import os, signal, subprocess, sys
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        for _ in range(10):
+            subprocess.run(["sh", "-c", "true & true &"])
+        os.write(1, f"{os.getpid()} {os.getpgid(0)} {os.getsid(0)}\\n".encode())
+        while True:
+            signal.pause()
+        """
+    )
+    launcher = cli.start(*RUN, path)
+    for rank, *own in families(launcher):
+        assert own == [rank, rank]
+        guard = parent(rank)
+        wait_until(lambda guard=guard: Path(f"/proc/{guard}/comm").read_text() == "gradsync-guard\n")
+        shown = Path(f"/proc/{guard}/cmdline").read_bytes().rstrip(b"\0").decode()
+        assert re.fullmatch(rf"gradsync: guard of rank \d .*\(pid {rank}\)", shown)
+        shown = Path(f"/proc/{rank}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        assert str(path) in shown  # ps and top show what a rank runs
+        wait_until(lambda guard=guard: not zombies(guard))
+        os.kill(guard, signal.SIGTERM)
+    assert launcher.result().code == 0
+
+
+def zombies(pid):
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has gone meanwhile
+            state, above = stat(folder.name)[:2]
+            if (state, above) == ("Z", str(pid)):
+                found.append(folder.name)
+    return found
+
+
+def test_a_killed_guard_takes_its_rank_along(cli, script):
+    launcher = cli.start(*RUN, script("import os, signal\nos.write(1, b'%d\\n' % os.getpid())\nsignal.pause()"))
+    [first], [second] = families(launcher)
+    guard = parent(first)
+    os.kill(guard, signal.SIGKILL)
+    assert launcher.result().code == 137
+    assert not any(map(is_running, [first, second, guard]))
+
+
+def test_a_stopped_guard_is_continued_to_end_what_its_rank_has_started(cli, script):
+    path = script(
+        """
+        import os, subprocess
+        program = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        os.write(1, f"{os.getppid()} {program.pid}\\n".encode())
+        program.wait()
+        """
+    )
+    launcher = cli.start("run", "-n", 1, path)
+    guard, program = map(int, launcher.stdout.readline().split())
+    os.kill(guard, signal.SIGSTOP)
+    launcher.terminate()
+    code, _, err = launcher.result()
+    assert (code, err) == (143, "")
+    assert not is_running(program)
+
+
+def test_grandchildren_end_with_a_failed_worker_of_launch(tmp_path):
+    def work(path):
+        import subprocess
+
+        if os.environ["RANK"] == "0":
+            child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+            path.write_text(str(child.pid))
+            raise ValueError("boom")
+        while True:
+            signal.pause()
+
+    with pytest.raises(gs.WorkerError):
+        gs.launch(work, tmp_path / "pid", 2)
+    assert not exists(int((tmp_path / "pid").read_text()))
+
+
+# -- Processes that clean up -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["raise KeyError", "os.kill(os.getpid(), 9)"])
 @pytest.mark.parametrize("other", ["SIG_DFL", "SIG_IGN"])  # with SIG_IGN the launcher has to kill the other rank
-def test_helpers_that_clean_up_may_do_so(tmp_path, how, other):
-    source = f"""
+def test_the_resource_tracker_may_remove_shared_memory_of_a_rank_that_died(how, other, cli, script, tmp_path):
+    path = script(
+        f"""
         import os, signal, subprocess, sys, time
         from multiprocessing import shared_memory
         signal.signal(signal.SIGTERM, signal.{other})
         memory = shared_memory.SharedMemory(create=True, size=1000)
         subprocess.Popen(["sleep", "60"])
-        print(memory.name, flush=True)
+        os.write(1, f"{{memory.name}}\\n".encode())
         open(sys.argv[1] + os.environ["RANK"], "w").close()
         if os.environ["RANK"] == "1":
             while not os.path.exists(sys.argv[1] + "0"):
@@ -115,20 +196,21 @@ def test_helpers_that_clean_up_may_do_so(tmp_path, how, other):
             {how}
         signal.pause()
         """
-    script = command.write_script(tmp_path, source)
-    code, out, _ = command.run("run", "--no-prefix", "--grace", 0.5, "-n", 2, script, tmp_path / "ready-")
+    )
+    code, out, _ = cli(*RUN, "--grace", 0.5, path, tmp_path / "ready-")
     assert code == (1 if "raise" in how else 137)
     names = out.split()
     assert len(names) == 2
     assert not [name for name in names if Path("/dev/shm", name).exists()]
 
 
-def test_the_helper_of_torch_may_clean_up_too(tmp_path):
+def test_the_helper_of_torch_may_clean_up_too(cli, script, tmp_path):
     """It ends 2 s after its last user."""
-    source = """
+    path = script(
+        """
         import os, sys, time
-        helper = "open(sys.argv[2], 'w').close(); sys.stdin.read(); time.sleep(2.0); os.unlink(sys.argv[2])"
-        helper = "import os, sys, time; " + helper
+        helper = "import os, sys, time; open(sys.argv[2], 'w').close(); sys.stdin.read(); time.sleep(2.0); "
+        helper += "os.unlink(sys.argv[2])"
         segment = sys.argv[1]
         reader, writer = os.pipe()  # only the rank holds the write end
         if os.fork() == 0:
@@ -140,176 +222,214 @@ def test_the_helper_of_torch_may_clean_up_too(tmp_path):
             time.sleep(0.01)
         os.kill(os.getpid(), 9)
         """
-    segment = tmp_path / "segment"
-    code, _, _ = command.run("run", "--no-prefix", "-n", 1, command.write_script(tmp_path, source), segment)
-    assert code == 137
-    assert not segment.exists()
+    )
+    assert cli("run", "-n", 1, path, tmp_path / "segment").code == 137
+    assert not (tmp_path / "segment").exists()
 
 
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os.kill(os.getppid(), 15); signal.pause()"])
-def test_a_helper_that_does_not_end_is_killed(tmp_path, end):
-    source = f"""
+@pytest.mark.slow  # the real one, and it takes 2 s after the import of torch
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_the_real_helper_of_torch_cleans_up(how, cli, script):
+    pytest.importorskip("torch")
+    path = script(
+        """
+        import os, sys
+        import torch
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        tensors = [torch.ones(1000, 1000).share_memory_() for _ in range(3)]
+        os.kill(os.getpid(), 9) if sys.argv[1] == "kill" else 1 / 0
+        """
+    )
+    before = set(os.listdir("/dev/shm"))
+    assert cli("run", "-n", 1, path, how).code != 0
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("torch_")]
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os.kill(os.getppid(), 15); signal.pause()", "read_line()"])
+def test_a_helper_that_does_not_end_is_killed(end, cli, script):
+    """The launcher kills a stubborn rank when another one fails, and its helper may not stay either."""
+    path = script(
+        f"""
         import os, signal, subprocess, sys
+        def read_line():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            open(sys.argv[1], "w").close()
+            while True:
+                signal.pause()
+        if os.environ["RANK"] == "1":
+            open(sys.argv[1]).close()  # waits for rank 0
+            sys.exit(3)
         program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "resource_tracker"])
-        print(program.pid, flush=True)
+        os.write(1, b"%d\\n" % program.pid)
         {end}
         """
-    code, out, _ = command.run("run", "--no-prefix", "-n", 1, command.write_script(tmp_path, source))
-    assert code in (137, 143)
-    assert command.is_gone(int(out))
-
-
-def test_the_launcher_that_kills_a_rank_waits_for_its_helpers(tmp_path):
-    source = """
-        import os, signal, subprocess, sys
-        if os.environ["RANK"] == "1":
-            sys.stdin.readline()
-            sys.exit(3)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "resource_tracker"])
-        print(program.pid, flush=True)
-        signal.pause()
-        """
-    script = command.write_script(tmp_path, source)
-    with command.start(
-        *("run", "--no-prefix", "-n", 2, "--stdin", 1, "--grace", 0.2, script), stdin=subprocess.PIPE
-    ) as process:
-        helper = int(process.stdout.readline())
-        process.communicate("\n")
-    assert process.returncode == 3
-    assert command.is_gone(helper)
-
-
-def test_killed_guard_takes_its_rank_with_it(tmp_path):
-    with start(tmp_path, "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()") as process:
-        pids = pids_of(process)
-        guard = parent_of(pids[0])
-        os.kill(guard, signal.SIGKILL)
-        process.communicate()
-    assert process.returncode == 137
-    assert all_end([*pids, guard])
-
-
-def test_guard_forwards_a_signal_and_is_named_in_the_process_list(tmp_path):
-    source = """
-        import os, signal, sys
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        print(os.getpid(), flush=True)
-        signal.pause()
-        """
-    with start(tmp_path, source) as process:
-        pids = pids_of(process)
-        for pid in pids:
-            guard = parent_of(pid)
-            wait_until(lambda guard=guard: Path(f"/proc/{guard}/comm").read_text() == "gradsync-guard\n")
-            shown = Path(f"/proc/{guard}/cmdline").read_bytes().rstrip(b"\0").decode()
-            assert shown.startswith("gradsync: guard of rank ")
-            assert shown.endswith(f"(pid {pid})")
-            os.kill(guard, signal.SIGTERM)
-        process.communicate()
-    assert process.returncode == 0
-
-
-def test_ranks_have_process_groups_of_their_own(tmp_path):
-    source = "import os\nprint(os.getpid(), os.getpgid(0), os.getsid(0), flush=True)"
-    with start(tmp_path, source) as process:
-        out, _ = process.communicate()
-    lines = [line.split() for line in out.splitlines()]
-    assert all(pid == group == session for pid, group, session in lines)
-    assert len({pid for pid, *_ in lines}) == 2
-
-
-def test_no_zombies_gather_under_a_guard(tmp_path):
-    source = """
-        import os, subprocess, signal
-        for _ in range(20):
-            subprocess.run(["sh", "-c", "true & true &"])
-        print(os.getpid(), os.getppid(), flush=True)
-        signal.pause()
-        """
-    with start(tmp_path, source) as process:
-        pids = pids_of(process)
-        guards = pids[1::2]
-        wait_until(lambda: not any(map(zombies_of, guards)))
-        process.terminate()
-        process.communicate()
-
-
-def zombies_of(parent):
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            pid = int(folder.name)
-            with contextlib.suppress(OSError):  # it has gone meanwhile
-                if state_of(pid) == "Z" and parent_of(pid) == parent:
-                    found.append(pid)
-    return found
-
-
-def test_ctrl_z_stops_all_and_fg_goes_on(tmp_path):
-    source = """
-        import os, sys
-        print(os.getpid(), flush=True)
-        open(sys.argv[1]).close()  # waits until somebody opens it to write
-        """
-    script = command.write_script(tmp_path, source)
-    fifo = tmp_path / "fifo"
+    )
+    fifo = path.with_name("fifo")
     os.mkfifo(fifo)
-    with command.start("run", "--no-prefix", "-n", 2, script, fifo) as process:
-        pids = pids_of(process)
-        process.send_signal(signal.SIGTSTP)
-        _, status = os.waitpid(process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
-        for pid in pids:
-            wait_until_stopped(pid)
-        process.send_signal(signal.SIGCONT)
-        # Opening to read and write waits for nobody, and a rank may come to it late.
-        with open(os.open(fifo, os.O_RDWR), "wb"):
-            process.communicate()
-    assert process.returncode == 0
+    ranks = 2 if end == "read_line()" else 1
+    code, out, _ = cli("run", "--no-prefix", "-n", ranks, "--grace", 0.2, path, fifo)
+    assert code in ((3,) if ranks == 2 else (137, 143))
+    assert not exists(int(out))
 
 
-def wait_until_stopped(pid):
-    wait_until(lambda: state_of(pid) == "T")
+# -- Programs that fork beside a launch --------------------------------------------------------------------------------
+
+IDLE_CHILDREN = """
+    import os, signal, sys, threading, time
+    import gradsync as gs
+
+    lifeline, our_end = os.pipe()
+    children = []
+
+    def fork_idle_child():
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(our_end)
+                os.read(lifeline, 1)  # until the program ends, however it ends
+            finally:
+                os._exit(0)
+        children.append(pid)
+"""
 
 
-@pytest.mark.parametrize(
-    ("seconds_to_meet", "told"),
-    [
-        (1, "was paused by a signal"),
-        (60, r"RankFailed: rank 0/2: .*rank 1/2 \(pid \d+\) was stopped \(SIGSTOP\?\) before it joined"),
-    ],
-)
-def test_rank_stopped_before_it_joins_is_named(tmp_path, seconds_to_meet, told):
-    source = f"""
-        import os, signal, sys
+def test_a_run_ends_although_children_forked_meanwhile_live_on(cli, script):
+    """Whenever the launching thread has made a pipe, another one has a moment to fork."""
+    path = script(
+        IDLE_CHILDREN
+        + """
+    def fail():
+        raise SystemExit(3)
+
+    if __name__ == "__main__":
+        make_pipe = os.pipe
+        wanted, forked = threading.Event(), threading.Event()
+
+        def fork_when_wanted():
+            while True:
+                wanted.wait()
+                wanted.clear()
+                fork_idle_child()
+                forked.set()
+
+        def make_pipe_and_wait():
+            made = make_pipe()
+            forked.clear()
+            wanted.set()
+            forked.wait(0.2)
+            return made
+
+        threading.Thread(target=fork_when_wanted, daemon=True).start()
+        os.pipe = make_pipe_and_wait
+        try:
+            gs.launch(fail, (), 2)
+        except gs.WorkerError as error:
+            print(error.exitcode, children != [] and all(os.waitpid(pid, os.WNOHANG)[0] == 0 for pid in children))
+    """
+    )
+    assert cli.python("-W", "ignore", path)[:2] == (0, "3 True\n")
+
+
+@pytest.mark.parametrize("kernel", ["new", "before 5.3"])
+def test_ranks_of_a_killed_program_end_although_its_other_children_live_on(kernel, cli, script, tmp_path):
+    path = script(
+        IDLE_CHILDREN
+        + """
+    def idle():
+        os.write(1, b"%d\\n" % os.getpid())
+        while True:
+            signal.pause()
+
+    def fork_children():
+        while True:
+            fork_idle_child()
+            time.sleep(0.01)
+
+    if __name__ == "__main__":
+        threading.Thread(target=fork_children, daemon=True).start()
+        gs.launch(idle, (), 2)
+    """
+    )
+    (tmp_path / "first").mkdir()
+    script("import os\ndel os.pidfd_open" if kernel == "before 5.3" else "", "first/sitecustomize.py")
+    program = cli.start_program(
+        *(sys.executable, "-W", "ignore", path),
+        start_new_session=True,
+        environment={"PYTHONPATH": str(tmp_path / "first")},
+    )
+    ranks = [int(program.stdout.readline()) for _ in range(2)]
+    program.kill()
+    try:
+        wait_until(lambda: not any(map(is_running, ranks)))
+    finally:
+        os.killpg(program.pid, signal.SIGKILL)
+
+
+# The guard begins to watch when the rank has ended.
+SLOW_GUARD = """
+    import os
+    guard = os.getpid()
+    def wait_for_the_rank_to_end():
+        if os.getpid() == guard:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    os.register_at_fork(after_in_parent=wait_for_the_rank_to_end)
+"""
+
+
+def test_a_rank_may_end_before_its_guard_is_ready(cli, script, tmp_path):
+    """And an orphan that it leaves is found, also where the program ignores SIGCHLD."""
+    (tmp_path / "first").mkdir()
+    script(SLOW_GUARD, "first/sitecustomize.py")
+    path = script(
+        """
+        import os, signal, threading
         import gradsync as gs
-        if os.environ["RANK"] == "1":
-            print(os.getpid(), flush=True)
-            os.kill(os.getpid(), signal.SIGSTOP)
-        sys.stdin.readline()
-        gs.init_process_group(timeout_seconds={seconds_to_meet})
+        def rank():
+            reader, writer = os.pipe()
+            if (child := os.fork()) == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    os.write(writer, b"%d" % os.getpid())
+                    while True:
+                        signal.pause()
+                os._exit(0)
+            orphan = int(os.read(reader, 32))
+            os.waitpid(child, 0)
+            return orphan
+        def run():
+            print(*gs.launch(int, (), 1))
+        if __name__ == "__main__":
+            print(*gs.launch(rank, (), 1))
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # its children inherit this
+            thread = threading.Thread(target=run)  # only the main thread could set it back
+            thread.start()
+            thread.join()
         """
-    script = command.write_script(tmp_path, source)
-    with command.start("run", "--no-prefix", "-n", 2, script, stdin=subprocess.PIPE) as process:
-        wait_until_stopped(int(process.stdout.readline()))
-        _, err = process.communicate("\n")
-    assert process.returncode == 1
-    assert re.search(told, err), err
+    )
+    done = cli.python(path, environment={"PYTHONPATH": str(tmp_path / "first")})
+    assert done.code == 0, done.err
+    orphan, result = done.out.split()
+    assert result == "0"
+    wait_until(lambda: not is_running(int(orphan)))
 
 
-def test_a_guard_that_was_stopped_ends_what_its_rank_has_started(tmp_path):
-    source = """
-        import os, subprocess
-        program = subprocess.Popen(["sleep", "60"], start_new_session=True)
-        print(os.getppid(), program.pid, flush=True)
-        program.wait()
+def test_interrupted_while_it_starts_ranks_spawn_leaves_none(cli, script):
+    path = script(
         """
-    script = command.write_script(tmp_path, source)
-    with command.start("run", "--no-prefix", "-n", 1, script) as process:
-        guard, program = map(int, process.stdout.readline().split())
-        os.kill(guard, signal.SIGSTOP)
-        process.terminate()
-        _, err = process.communicate()
-    assert (process.returncode, err) == (143, "")
-    assert command.has_ended(program, 60)
+        import os, signal, subprocess
+        import gradsync as gs
+        class Popen(subprocess.Popen):
+            def __init__(self, *args, **options):
+                super().__init__(*args, **options)
+                os.kill(os.getpid(), signal.SIGINT)
+        def idle():
+            signal.pause()
+        if __name__ == "__main__":
+            subprocess.Popen = Popen
+            try:
+                gs.spawn(idle, (), 2, join=False)
+            except KeyboardInterrupt:
+                print("interrupted")
+        """
+    )
+    assert cli.python(path) == (0, "interrupted\n", "")

@@ -1,259 +1,404 @@
+"""gs.launch, with what launchers of functions offer elsewhere: NVIDIA's launch, its errors and set_start_method."""
+
 import contextlib
 import functools
-import gc
 import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 
-import command
 import pytest
-import rank_functions
 
 import gradsync as gs
-from gradsync.launching.launch import MainProcessError, WorkerError
-from process_table import parent_of
+from commands import wait_until
 
 
-def test_variables_of_ranks_are_there_and_no_secret():
-    (variables,) = gs.launch(rank_functions.environment, (), 1)
-    assert variables["GRADSYNC_ADDRESS"].startswith("127.0.0.1:")
-    assert "OMP_NUM_THREADS" in variables
-    assert not [name for name in variables if "SECRET" in name]
+def test_each_worker_has_its_own_variables_and_the_caller_keeps_its_own(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    before, during = dict(os.environ), []
+
+    def look():
+        with open(tmp_path / "fifo", "w"):  # waits until a rank is there
+            during.append(dict(os.environ))
+
+    def work(path):
+        if os.environ["RANK"] == "0":
+            open(path).close()
+        return dict(os.environ)
+
+    looker = threading.Thread(target=look, daemon=True)
+    looker.start()
+    results = gs.launch(work, str(tmp_path / "fifo"), 2, "localhost", 4321)
+    looker.join(60)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for rank, variables in enumerate(results):
+        assert [variables[name] for name in names] == [str(rank), str(rank), "2", "2", "localhost", "4321"]
+        assert "OMP_NUM_THREADS" in variables
+        assert not [name for name in variables if "SECRET" in name]
+    assert during == [before]
+    assert dict(os.environ) == before
 
 
-def test_failing_rank_ends_the_others_and_is_told():
-    with pytest.raises(WorkerError) as caught:
-        gs.launch(rank_functions.raise_on_rank_1, (), 2)
-    error = caught.value
-    assert (error.worker_id, error.exitcode) == (1, 1)
-    first, second, *rest = str(error).splitlines()
-    assert first == "worker[1] failed with exitcode=1"
-    assert second.startswith("rank 1 (pid ")
-    assert second.endswith(") failed with exit code 1")
-    assert rest[:2] == ["", "Traceback (most recent call last):"]
-    assert str(error).endswith("ValueError: boom")
-    assert "gradsync/launching" not in str(error)
+def test_without_a_number_there_is_a_worker_for_each_core(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(usable)})
+    try:
+        assert gs.launch(lambda *arguments: arguments) == [()]
+        assert gs.launch(lambda *arguments: arguments, (1, "a tuple")) == [((1, "a tuple"),)]
+    finally:
+        os.sched_setaffinity(0, usable)
+
+
+FAILURES = {
+    # what the worker does: (exitcode, a word of the report)
+    "raise ValueError('boom')": (1, "ValueError: boom"),
+    "sys.exit(2)": (2, "exitcode=2"),
+    "os.kill(os.getpid(), 9)": (-9, "SIGKILL"),
+    "threading.Thread(target=threading.Event().wait).start(); raise ValueError('with a thread')": (1, "with a thread"),
+}
+
+
+@pytest.mark.parametrize("statement", FAILURES)
+def test_worker_error_names_the_worker_that_failed(statement):
+    def work(statement):
+        if os.environ["RANK"] == "1":
+            exec(statement, {"os": os, "sys": sys, "threading": threading})
+        while True:
+            signal.pause()
+
+    with pytest.raises(gs.WorkerError) as caught:
+        gs.launch(work, statement, 2)
+    code, word = FAILURES[statement]
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert (error.exitcode, error.worker_id, error.msg) == (code, 1, str(error))
+    assert error.msg.splitlines()[0] == f"worker[1] failed with exitcode={code}"
+    assert word in error.msg
+    assert "gradsync/launching" not in error.msg  # of a traceback only what is the user's
     assert isinstance(error, gs.GradsyncError)
     assert isinstance(error, multiprocessing.ProcessError)
 
 
-def test_an_error_of_every_rank_names_every_rank():
-    told = r"\nranks 0 and 1 failed with the same error; this is the error of rank [01] \(pid \d+ on .*\)\n\nTraceback"
-    with pytest.raises(WorkerError, match=told):
-        gs.launch(rank_functions.raise_on_every_rank, nprocs=2)
-    with pytest.raises(gs.RankFailed, match=r"^ranks 0 and 1 failed with the same error"):
-        gs.launcher(rank_functions.raise_on_every_rank, n_gpus=2)()
+def test_worker_error_has_the_results_of_the_others(tmp_path):
+    def work(path):
+        if os.environ["RANK"] == "0":
+            with open(path, "w") as fifo:  # opened by rank 1
+                fifo.write(str(os.getpid()))
+            return "kept"
+        with open(path) as fifo:
+            other = int(fifo.read())
+        while os.path.exists(f"/proc/{other}"):
+            signal.sigtimedwait([], 0.01)
+        raise ValueError("boom")
 
-
-def test_killed_rank_is_named_by_signal():
-    with pytest.raises(WorkerError, match=r"^worker\[1\] failed with exitcode=-9\n.* was killed by SIGKILL$") as caught:
-        gs.launch(rank_functions.kill_rank_1, (), 2)
-    assert caught.value.exitcode == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("name", ["RankFailed", "CollectiveTimeout"])
-def test_consequence_never_hides_the_cause(name, tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(WorkerError, match="ZeroDivisionError: the cause") as caught:
-        gs.launch(
-            functools.partial(rank_functions.raise_consequence_then_cause, name, str(tmp_path / "fifo")), nprocs=2
-        )
-    assert caught.value.worker_id == 1
+    with pytest.raises(gs.WorkerError) as caught:
+        gs.launch(work, str(tmp_path / "fifo"), 2)
+    assert (caught.value.worker_id, caught.value.results) == (1, {0: "kept"})
 
 
-def test_error_is_told_although_a_thread_keeps_the_rank_alive():
-    with pytest.raises(WorkerError, match="ValueError: with a thread"):
-        gs.launch(rank_functions.leave_thread_running_after_error, (), 1)
+def test_an_error_that_every_rank_raises_names_them_all():
+    def work():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # however late a rank is on a busy machine
+        with gs.init_process_group("shm") as comm:
+            comm.barrier()
+        raise ValueError("on every rank")
+
+    with pytest.raises(gs.WorkerError, match="ranks 0 and 1 failed with the same error"):
+        gs.launch(work, nprocs=2)
 
 
-def test_return_value_that_does_not_pickle_is_that_ranks_error():
-    with pytest.raises(WorkerError, match=r"the return value of rank 1 needs to be picklable.*got lock") as caught:
-        gs.launch(rank_functions.return_unpicklable_on_rank_1, (), 2)
-    assert caught.value.worker_id == 1
-    assert caught.value.results == {0: 0}
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_caller_ends_all_and_raises_main_process_error(cli, script, number):
+    program = cli.start_program(
+        sys.executable,
+        script(
+            """
+            import os, pickle, signal, sys
+            import gradsync as gs
+            def work():
+                os.write(1, b"%d\\n" % os.getpid())
+                while True:
+                    signal.pause()
+            if __name__ == "__main__":
+                try:
+                    gs.launch(work, (), 2)
+                except gs.MainProcessError as error:
+                    left = [pid for pid in sys.stdin.readline().split() if os.path.exists(f"/proc/{pid}")]
+                    print(pickle.loads(pickle.dumps(error)).signal_no, left, error)
+            """
+        ),
+        stdin=-1,
+    )
+    pids = [program.stdout.readline().strip() for _ in range(2)]
+    program.send_signal(number)
+    out, _ = program.communicate(" ".join(pids), timeout=60)
+    assert out.startswith(f"{int(number)} [] ")
+    assert number.name in out
 
 
-def test_a_result_that_does_not_pickle_ends_nobody_elses_work(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(WorkerError, match=r"the return value of rank 1 needs to be picklable") as caught:
-        gs.launch(rank_functions.work_on_beside_an_unpicklable_result, str(tmp_path / "fifo"), 2)
-    assert caught.value.results == {0: False}
+def launch_it(function, **options):
+    return gs.launch(function, nprocs=1)
 
 
-def test_a_rank_that_failed_with_its_result_alone_is_not_awaited_to_join():
-    began = time.monotonic()
-    with pytest.raises(WorkerError, match="rank 1/2 ended with exit code 1 without joining"):
-        gs.launch(rank_functions.join_beside_an_unpicklable_result, (), 2)
-    assert time.monotonic() - began < 60  # a rank waits 120 s for those that may still come
+def spawn_it(function, **options):
+    return [queue.get() for queue in gs.spawn(function, nprocs=1, **options).return_queues]
 
 
-def test_results_of_other_workers_are_kept():
-    queue = multiprocessing.get_context("spawn").Queue()
-    with pytest.raises(WorkerError, match="ValueError: boom") as caught:
-        gs.launch(rank_functions.return_on_rank_0, queue, 2)
-    assert caught.value.results == {0: "kept"}
-    queue.close()
-    queue.join_thread()
+def decorate_it(function, **options):
+    return gs.launcher(function, n_gpus=1, **options)()
 
 
-def test_what_does_not_pickle_is_refused_before_any_process_starts(monkeypatch):
-    monkeypatch.setattr("gradsync.launching.supervisor.RankProcess", None)
-    lock = threading.Lock()
-    with pytest.raises(gs.InvalidArgument, match=r"<lambda> needs to be picklable.*define it at the top level"):
-        gs.launch(lambda: lock, (), 2)
-    with pytest.raises(gs.InvalidArgument, match=r"^args\[0\] of place needs to be picklable to reach the ranks: "):
-        gs.launch(rank_functions.place, lock, 2)
+STARTS = {"launch": launch_it, "spawn": spawn_it, "launcher": decorate_it}
 
 
-def test_launch_inside_a_rank_is_refused_before_any_process_starts(monkeypatch):
-    monkeypatch.setattr("gradsync.launching.supervisor.RankProcess", None)
-    monkeypatch.setenv("GRADSYNC_RANK", "1")
-    for call in (
-        lambda: gs.launch(rank_functions.place, (), 2),
-        lambda: gs.spawn(rank_functions.place, (), 2),
-        lambda: rank_functions.rank_in_group(1),
-    ):
-        with pytest.raises(gs.InvalidArgument, match="starts its own ranks; run it with python, not with gradsync run"):
-            call()
+@pytest.fixture
+def _start_method():
+    yield
+    gs.set_start_method("spawn")
 
 
-def test_launch_inside_a_launched_function_is_told_without_gradsync_run():
-    for text in gs.launch(rank_functions.launch_again, (), 2):
-        assert "a rank cannot launch other ranks" in text
-        assert "gradsync run" not in text
+@pytest.mark.usefixtures("_start_method")
+@pytest.mark.parametrize(("start", "default", "options"), [
+    ("launch", "fork", {}),
+    ("spawn", "spawn", {"start_method": "forkserver"}),
+    ("launcher", "forkserver", {}),
+])  # fmt: skip
+def test_every_start_method_is_accepted_and_ranks_are_fresh_processes(start, default, options, caplog, monkeypatch):
+    """With fork and forkserver each launch warns that what was set before is not copied."""
+    monkeypatch.setattr(sys, "set_before_the_launch", True, raising=False)
+    gs.set_start_method(default)
+    assert STARTS[start](lambda: hasattr(sys, "set_before_the_launch"), **options) == [False]
+    [told] = [record.message for record in caplog.records]
+    assert told.startswith(f"{start}: ")
+    assert "fork" in told
 
 
-def test_arguments_and_number_of_ranks_have_defaults(monkeypatch):
-    monkeypatch.setattr("gradsync.launching.launch.default_process_count", lambda: 1)
-    assert [arguments for _, arguments in gs.launch(rank_functions.place)] == [()]
-    assert [arguments for _, arguments in gs.launch(rank_functions.place, (1, "a tuple"))] == [((1, "a tuple"),)]
+def test_objects_of_multiprocessing_reach_the_ranks():
+    spawn = multiprocessing.get_context("spawn")
+    numbers, lock = spawn.Queue(), spawn.Lock()
+
+    def work(numbers, lock):
+        with lock:
+            numbers.put(int(os.environ["RANK"]))
+
+    gs.launch(functools.partial(work, numbers, lock), nprocs=2)
+    assert sorted(numbers.get(timeout=30) for _ in range(2)) == [0, 1]
+    gs.spawn(work, (numbers, lock), 2)
+    assert sorted(numbers.get(timeout=30) for _ in range(2)) == [0, 1]
+    numbers.close()
+    numbers.join_thread()
+
+
+def one(_=None):
+    return 1
+
+
+REFUSED = {
+    "launch of no function": lambda: gs.launch(None, (), 2),
+    "launch of a tuple that may be meant as arguments": lambda: gs.launch(one, (5,), 2),
+    "launch of 0": lambda: gs.launch(one, (), 0),
+    "launch of True": lambda: gs.launch(one, (), True),
+    "launch of text": lambda: gs.launch(one, (), "2"),
+    "launch of what does not pickle": lambda: gs.launch(one, threading.Lock(), 2),
+    "launch of a function with a lock": lambda: gs.launch(functools.partial(one, threading.Lock()), (), 2),
+    "start method": lambda: gs.set_start_method("thread"),
+    "spawn of no function": lambda: gs.spawn(None),
+    "spawn with args that are no tuple": lambda: gs.spawn(one, 5),
+    "spawn with args that are text": lambda: gs.spawn(one, "text"),
+    "spawn of 0": lambda: gs.spawn(one, (), 0),
+    "spawn of -2": lambda: gs.spawn(one, (), -2),
+    "spawn of True": lambda: gs.spawn(one, (), True),
+    "spawn with an unknown option": lambda: gs.spawn(one, zzz=1),
+    "spawn with a start method": lambda: gs.spawn(one, start_method="thread"),
+    "spawn with a backend": lambda: gs.spawn(one, backend="ucc"),
+    "spawn with an empty address": lambda: gs.spawn(one, (), 1, ips=[""]),
+    "spawn with an address elsewhere": lambda: gs.spawn(one, nprocs=1, ips="127.0.0.1,192.0.2.1"),
+    "launcher of a number": lambda: gs.launcher(3),
+    "launcher of 0": lambda: gs.launcher(n_gpus=0),
+    "launcher of text": lambda: gs.launcher(n_gpus="2"),
+    "launcher beyond the world": lambda: gs.launcher(n_gpus=4, world_size=2),
+    "launcher that starts behind the world": lambda: gs.launcher(world_size=2, rank_start=2, port=4000),
+    "launcher of one of several nodes without world_size": lambda: gs.launcher(rank_start=2, port=4000),
+    "launcher of another node without the port": lambda: gs.launcher(n_gpus=2, world_size=4, rank_start=2),
+    "launcher with rank_start": lambda: gs.launcher(rank_start=-1),
+    "launcher with master_ip": lambda: gs.launcher(master_ip=""),
+    "launcher with port": lambda: gs.launcher(port=-1),
+    "launcher with a backend": lambda: gs.launcher(backend="ucc"),
+    "launcher with a start method": lambda: gs.launcher(start_method="thread"),
+    "launcher with a device": lambda: gs.launcher(device_type="tpu"),
+    "launcher of NCCL on CPUs": lambda: gs.launcher(device_type="cpu", backend="nccl"),
+    "launcher's argument": lambda: gs.launcher(one, n_gpus=1)(sys.stdout),
+    "launcher of a function with a lock": lambda: gs.launcher(functools.partial(one, threading.Lock()), 1)(),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_a_mistake_is_refused_before_any_process_starts(call):
+    """In a rank it would be another class of error."""
+    with pytest.raises(gs.InvalidArgument):
+        REFUSED[call]()
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_variable_that_ranks_would_refuse_is_refused_before(start, monkeypatch):
+    for name, value in (("GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS", "soon"), ("GRADSYNC_STATE_DIR", "removed")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with pytest.raises(gs.InvalidArgument, match=name):
+                STARTS[start](one)
+
+
+def test_a_rank_cannot_launch(cli, script):
+    def work():
+        try:
+            gs.launch(one, (), 2)
+        except gs.InvalidArgument:
+            return "refused"
+        return "launched"
+
+    assert gs.launch(work, (), 1) == ["refused"]
+    path = script(
+        """
+        import gradsync as gs
+        for start in (lambda: gs.launch(print, (), 2), lambda: gs.spawn(print, (), 2), gs.launcher(print, n_gpus=2)):
+            try:
+                start()
+            except gs.InvalidArgument as error:
+                print("with python, not with gradsync run" in str(error))
+        """
+    )
+    assert cli("run", "-n", 1, path)[:2] == (0, "True\n" * 3)
+
+
+def test_a_start_leaves_nothing_in_the_process():
+    """No descriptor, thread, child or handler, after success and after failure."""
+
+    def fail():
+        raise SystemExit(1)
+
+    def left():
+        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+        links = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                links.append((name, os.readlink(f"/proc/self/fd/{name}")))
+        with open(f"/proc/self/task/{threading.get_native_id()}/children") as children:
+            return sorted(links), handlers, children.read(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    def use_all():
+        gs.launch(one, (), 2)
+        gs.spawn(one, (), 1, join=False).join()
+        with pytest.raises(gs.WorkerError):
+            gs.launch(fail, (), 1)
+        with pytest.raises(gs.RankFailed):
+            gs.spawn(fail, (), 1, join=False).join()
+
+    use_all()  # what is loaded once stays open
+    before, threads = left(), set(threading.enumerate())
+    use_all()
+    wait_until(lambda: set(threading.enumerate()) <= threads, "the end of the threads")
+    wait_until(lambda: left() == before, f"{before}, but {left()}")
+
+
+# -- Where functions come from -----------------------------------------------------------------------------------------
+
+FUNCTIONS = """
+import gradsync as gs
+class Point:
+    def __init__(self, x): self.x = x
+def work(x): return Point(x + 1), __name__
+@gs.launcher(n_gpus=2)
+def decorated(point): return Point(point.x + gs.get_communicator().rank)
+"""
+CALLS = """
+number = 7
+assert [(point.x, type(point) is Point) for point, _ in gs.launch(work, 1, 1)] == [(2, True)]
+assert [(point.x, type(point) is Point) for point in decorated(Point(1))] == [(1, True), (2, True)]
+assert [point.x for point in gs.launcher(lambda make: make(1), 1)(lambda x: Point(x + number))] == [8]
+print("right")
+"""
+
+
+def guarded(text):
+    return "if __name__ == '__main__':" + text.replace("\n", "\n    ") + "\n"
+
+
+@pytest.mark.parametrize("way", ["script", "package", "-m package", "-"])
+def test_functions_of_any_program_can_be_launched(way, cli, tmp_path):
+    """Named ones, classes, lambdas; decorated or not. A program that is piped in has no file for ranks to import."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    for path in (tmp_path / "script.py", tmp_path / "package" / "__main__.py"):
+        path.write_text(FUNCTIONS + guarded(CALLS))
+    arguments = {
+        "script": ["script.py"],
+        "package": ["package"],
+        "-m package": ["-m", "package"],
+        "-": ["-"],
+    }[way]
+    done = cli.python(*arguments, cwd=tmp_path, typed=FUNCTIONS + CALLS if way == "-" else "")
+    assert done == (0, "right\n", "")
+
+
+@pytest.mark.xfail(sys.version_info < (3, 12), strict=True, raises=AssertionError, reason="until launching is rebuilt")
+def test_functions_can_be_launched_under_the_debugger(cli, script):
+    path = script(FUNCTIONS + guarded("\nprint(len(gs.launch(work, 1, 2)))"))
+    assert "\n2\n" in cli.python("-m", "pdb", path, typed="c\nq\n").out.replace("(Pdb) ", "\n")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("text", "advice"),
     [
-        ((None, (), 2), "needs a function"),
-        (
-            (rank_functions.place, (5,), 2),
-            r"to call place\(\*args\), write gs.launch\(functools.partial\(place, \*args\)\); to call ",
-        ),
-        (
-            (rank_functions.start_method_and_rank, (5, 6), 2),
-            r"launch passes args to start_.* as one argument, but args is a tuple of length 2, ",
-        ),
-        ((rank_functions.place, (), 0), "at least 1, got 0"),
-        ((rank_functions.place, (), True), "at least 1, got True"),
-        ((rank_functions.place, (), "2"), "at least 1, got '2'"),
+        ("def work(): pass\ngs.launch(work, (), 2)\n", 'if __name__ == "__main__"'),
+        (guarded("\ndef work(): pass\ngs.launch(work, (), 2)"), "above the `if __name__` line"),
+        (guarded("\nclass work: pass\ngs.launch(work, (), 2)"), "above the `if __name__` line"),
+        (guarded("\n@gs.launcher(n_gpus=1)\ndef below(): pass\nbelow()"), "above the `if __name__` line"),
     ],
 )
-def test_bad_arguments(arguments, text):
-    with pytest.raises(gs.InvalidArgument, match=text):
-        gs.launch(*arguments)
+def test_what_ranks_cannot_find_is_told_with_its_right_place(text, advice, cli, script):
+    done = cli.python(script(f"import gradsync as gs\n{text}"))
+    assert done.code == 1
+    assert advice in done.err.splitlines()[-1]
 
 
-def test_nothing_is_left_behind():
-    gs.launch(rank_functions.place, (), 1)  # what stays loaded stays open
-    gc.collect()  # what other tests have left
-    descriptors = os.listdir("/proc/self/fd")
-    children = list_children()
-    threads = set(threading.enumerate())
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    gs.launch(rank_functions.place, (), 2)
-    with pytest.raises(WorkerError):
-        gs.launch(rank_functions.exit_with, 1, 2)
-    assert not command.opened_since(descriptors)
-    assert set(threading.enumerate()) <= threads  # what an earlier test has left may end meanwhile
-    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    assert list_children() == children
-
-
-def list_children():
-    """Gives the ids of this process's children, and reaps none."""
-    children = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # a process that has ended meanwhile
-            if parent_of(int(folder.name)) == os.getpid():
-                children.add(int(folder.name))
-    return children
-
-
-def test_errors_pickle():
-    worker = pickle.loads(pickle.dumps(WorkerError("worker[1] failed", exitcode=2, worker_id=1, results={0: 5})))
-    assert (str(worker), worker.msg, worker.exitcode, worker.worker_id) == ("worker[1] failed",) * 2 + (2, 1)
-    assert worker.results == {0: 5}
-    main = pickle.loads(pickle.dumps(MainProcessError("received SIGTERM", signal_no=15)))
-    assert (str(main), main.signal_no) == ("received SIGTERM", 15)
-
-
-def run_python(script):
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_function_of_a_script(tmp_path):
-    script = command.write_script(
-        tmp_path,
-        """
-        import os
-        import gradsync as gs
-        at_import = os.environ.get("OMP_NUM_THREADS"), os.environ.get("RANK")
-        class Result:
-            def __init__(self, value):
-                self.value = value
-        def work():
-            return Result((at_import, __name__))
-        if __name__ == "__main__":
-            os.environ.pop("OMP_NUM_THREADS", None)
-            for rank, result in enumerate(gs.launch(work, (), 2)):
-                (threads, rank_at_import), name = result.value
-                assert threads is not None and rank_at_import == str(rank), result.value
-                assert type(result) is Result
-            assert "RANK" not in os.environ
-        """,
-    )
-    assert run_python(script) == (0, "", "")
-
-
-def test_missing_main_guard_is_named(tmp_path):
-    script = command.write_script(
-        tmp_path,
-        """
-        import gradsync as gs
-        def work():
-            return 1
-        gs.launch(work, (), 2)
-        """,
-    )
-    code, _, err = run_python(script)
-    assert code == 1
-    assert 'put the launch under `if __name__ == "__main__":`' in err.splitlines()[-1]
-
-
-@pytest.mark.parametrize("thing", ["def work(): return 1", "class work: pass"])
-def test_what_is_defined_under_the_main_guard_is_told_where_to_go(tmp_path, thing):
-    source = f"""
+@pytest.mark.parametrize("interpreter", ["/bin/echo", None])
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="until launching is rebuilt")
+def test_ranks_run_the_interpreter_that_multiprocessing_would_take(interpreter, cli, script):
+    """In an application with Python inside, sys.executable is the application, or nothing."""
+    path = script(
+        f"""
+        import multiprocessing, sys
         import gradsync as gs
         if __name__ == "__main__":
-            {thing}
-            gs.launch(work, (), 2)
+            multiprocessing.set_executable(sys.executable)
+            sys.executable = {interpreter!r}
+            print(gs.launch(abs, -2, 2))
         """
-    script = command.write_script(tmp_path, source)
-    code, _, err = run_python(script)
-    assert code == 1
-    assert "define it above the `if __name__` line, at the top level of its module" in err.splitlines()[-1]
-    assert "AttributeError" not in err
+    )
+    assert cli.python(path)[:2] == (0, "[2, 2]\n")
 
 
-@pytest.mark.parametrize("arguments", [["-c"], ["-"]])
-def test_functions_of_an_interactive_session(arguments):
-    source = "import gradsync as gs\ndef work(offset): return 1 + offset\nprint(gs.launch(work, 2, 2))"
-    options = {"input": source} if arguments == ["-"] else {}
-    command = [sys.executable, *arguments, *([] if options else [source])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[3, 3]\n", "")
+@pytest.mark.slow  # importing torch
+def test_a_program_that_has_used_openmp_can_launch_by_the_name_of_fork(cli, script):
+    """A forked copy would hang: the threads of GNU's OpenMP are not in it."""
+    pytest.importorskip("torch")
+    path = script(
+        """
+        import torch
+        import gradsync as gs
+
+        def work(_):
+            big = torch.ones(1500, 1500)
+            return float((big @ big).sum())
+
+        if __name__ == "__main__":
+            torch.set_num_threads(2)
+            wanted = work(0)
+            gs.set_start_method("fork")
+            print(gs.launch(work, 0, 2) == [wanted] * 2)
+        """
+    )
+    assert cli.python(path).out == "True\n"

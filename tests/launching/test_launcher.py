@@ -1,195 +1,191 @@
-import socket
-import subprocess
-import sys
-import threading
+"""gs.launcher, with what MegEngine's launcher offers: a decorator, options by position, several nodes, results."""
 
-import command
+import math
+import os
+import sys
+import time
+
 import pytest
-import rank_functions
 
 import gradsync as gs
+from commands import is_running
+from ranks import PLACES
 
 
-def test_what_a_rank_cannot_find_is_refused_before_any_process_starts(monkeypatch):
-    monkeypatch.setattr("gradsync.launching.supervisor.RankProcess", None)
-    lock = threading.Lock()
+def place():
+    comm = gs.get_communicator()
+    return comm.rank, comm.world_size, comm.backend
 
-    @gs.launcher
-    def inner():
-        lock.acquire()
 
-    advice = "define it at the top level of a module or script, and create inside it what it needs"
-    with pytest.raises(gs.InvalidArgument, match=rf"inner needs to be picklable.*{advice}"):
-        inner()
-    with pytest.raises(gs.InvalidArgument, match=rf"<lambda> needs to be picklable.*{advice}"):
-        gs.launcher(lambda: lock)()
-    with pytest.raises(gs.InvalidArgument, match=r"args\[0\] of rank_in_group needs to be picklable"):
-        rank_functions.rank_in_group(sys.stdout)
+def address():
+    return os.environ["GRADSYNC_ADDRESS"], os.environ["MASTER_ADDR"]
+
+
+@gs.launcher(n_gpus=2)
+def scaled(offset, *, factor=1):
+    return (gs.get_communicator().rank + offset) * factor
+
+
+def test_a_call_runs_the_function_on_ranks_and_gives_the_results_by_rank():
+    assert scaled(10, factor=3) == [30, 33]
+    assert scaled.__name__ == "scaled"
+    assert gs.launcher(lambda: gs.is_initialized(), n_gpus=1)() == [True]
+    assert gs.launcher(None, 1)(math.sqrt)(4.0) == [2.0]  # functions of C
+    assert gs.launcher(time.sleep, 1)(0.0) == [None]
+
+
+def test_without_a_number_there_is_a_rank_for_each_core_but_no_more_than_world_size(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cores = len(os.sched_getaffinity(0))
+    assert gs.launcher(place)() == [(rank, cores, "shm" if cores > 1 else "local") for rank in range(cores)]
+    assert gs.launcher(place, world_size=1)() == [(0, 1, "local")]
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "backend"),
     [
-        ({"n_gpus": 0}, "n_gpus to be an integer of at least 1, got 0"),
-        ({"n_gpus": "2"}, "got '2'"),
-        ({"n_gpus": 4, "world_size": 2}, "below world_size 2, got rank_start 0 and n_gpus 4"),
-        ({"world_size": 2, "rank_start": 2, "port": 4000}, "below world_size 2, got rank_start 2$"),
-        ({"rank_start": 2, "port": 4000}, "rank_start 2 is one of several nodes and needs world_size"),
-        ({"rank_start": -1}, "rank_start to be an integer of at least 0, got -1"),
-        ({"master_ip": ""}, "master_ip to be an address or a host's name, got ''"),
-        ({"port": -1}, "port to be an integer from 0 to 65535"),
-        ({"backend": "ucc"}, "launcher needs backend to be one of auto, .*, got 'ucc'"),
-        ({"start_method": "thread"}, "the start method to be one of 'spawn', 'fork', 'forkserver', got 'thread'"),
-        ({"device_type": "tpu"}, "device_type 'auto', 'cpu' or 'gpu', got 'tpu'"),
-        ({"device_type": "cpu", "backend": "nccl"}, "NCCL moves GPU arrays only"),
+        ({}, "local"),  # a rank alone, without a GPU
+        ({"device_type": "cpu"}, "shm"),
+        ({"backend": "shm"}, "shm"),
+        ({"device_type": "gpu", "backend": "shm"}, "shm"),
     ],
 )
-def test_bad_options_are_refused_at_decoration(options, text):
-    with pytest.raises(gs.InvalidArgument, match=text):
-        gs.launcher(**options)
+def test_the_backend_is_the_one_given_or_that_of_the_device(options, backend):
+    assert gs.launcher(place, n_gpus=1, **options)() == [(0, 1, backend)]
 
 
-def test_decorating_what_is_no_function():
-    with pytest.raises(
-        gs.InvalidArgument, match=r"needs a function, got 3; to use 3 ranks, write launcher\(n_gpus=3\)"
-    ):
-        gs.launcher(3)
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.2"])
+def test_the_server_is_at_the_port_given_and_on_loopback_by_default(host):
+    port = gs.free_port()
+    where = "127.0.0.1" if host == "localhost" else host
+    run = gs.launcher(address, 1, 1, 0, host, port, "cpu", "local")  # by position
+    assert run() == [(f"127.0.0.1:{port}", where)]
+    assert run() == [(f"127.0.0.1:{port}", where)]  # the port is free again
 
 
-def test_decorated_function_of_a_script(tmp_path):
-    script = command.write_script(
-        tmp_path,
-        """
-        import gradsync as gs
-        @gs.launcher(n_gpus=2)
-        def work(offset):
-            return gs.get_communicator().rank + offset
-        if __name__ == "__main__":
-            print(work(5))
-        """,
-    )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[5, 6]\n", "")
-
-
-def test_taken_port_is_told():
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        port = holder.getsockname()[1]
-        run = gs.launcher(n_gpus=1, port=port)(rank_functions.plain)
-        with pytest.raises(gs.RendezvousError, match=str(port)):
-            run(1)
-
-
-def test_closures_and_lambdas():
-    secret_number = 41
-
-    @gs.launcher(n_gpus=2)
-    def add(offset):
-        return gs.get_communicator().rank + secret_number + offset
-
-    assert add(1) == [42, 43]
-    assert gs.launcher(lambda: secret_number, n_gpus=1)() == [41]
-
-
-def test_what_travels_with_its_code_uses_the_classes_of_the_script(tmp_path):
-    script = command.write_script(
-        tmp_path,
-        """
-        import gradsync as gs
-        class Point:
-            def __init__(self, x):
-                self.x = x
-        @gs.launcher(n_gpus=1)
-        def work(make):
-            point = make(1)
-            return point, isinstance(point, Point)
-        if __name__ == "__main__":
-            number = 7
-            [(point, is_of_rank)] = work(lambda x: Point(x + number))
-            print(point.x, is_of_rank, type(point) is Point)
-        """,
-    )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "8 True True\n", "")
-
-
-def test_function_below_the_main_guard_is_told_where_to_go(tmp_path):
-    script = command.write_script(
-        tmp_path,
-        """
-        import gradsync as gs
-        if __name__ == "__main__":
-            @gs.launcher(n_gpus=1)
-            def below():
-                return 1
-            below()
-        """,
-    )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "this rank finds no below in __main__; define it above the `if __name__` line" in done.stderr
-
-
-def test_functions_of_the_main_module_of_a_package(tmp_path):
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").touch()
+def test_decorating_opens_nothing_and_loads_nothing_that_starts_ranks(cli):
     source = (
-        "import gradsync as gs\ndef work(x): return x + 1\nif __name__ == '__main__': print(gs.launch(work, 1, 2))\n"
+        "import os, sys, gradsync as gs; before = os.listdir('/proc/self/fd'); gs.launcher(n_gpus=2)(print); "
+        "print(os.listdir('/proc/self/fd') == before, 'multiprocessing' in sys.modules, 'numpy' in sys.modules)"
     )
-    (tmp_path / "package" / "__main__.py").write_text(source)
-    for line in (["-m", "package"], ["package"]):
-        done = subprocess.run([sys.executable, *line], capture_output=True, text=True, check=False, cwd=tmp_path)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "[2, 2]\n", "")
+    assert cli.python("-c", source) == (0, "True False False\n", "")
 
 
-def run_interactive(source):
-    return subprocess.run([sys.executable, "-"], input=source, capture_output=True, text=True, check=False)
+def test_exit_0_without_a_result_is_a_warning_and_none():
+    def work():
+        if gs.get_communicator().rank == 1:
+            os._exit(0)
+        return "returned"
+
+    with pytest.warns(RuntimeWarning, match="rank 1") as caught:
+        assert gs.launcher(work, n_gpus=2)() == ["returned", None]
+    assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_function_and_class_of_an_interactive_session():
-    source = """
-import gradsync as gs
-class Point:
-    def __init__(self, x): self.x = x
-@gs.launcher(n_gpus=2)
-def work(point): return Point(point.x + gs.get_communicator().rank)
-results = work(Point(1))
-print([point.x for point in results], all(type(point) is Point for point in results))
+def test_a_failing_process_ends_the_others_and_is_named(tmp_path):
+    def work(path):
+        comm = gs.get_communicator()
+        if comm.rank == 0:
+            path.write_text(str(os.getpid()))
+        comm.barrier()
+        if comm.rank == 1:
+            raise ValueError("boom")
+        while True:
+            time.sleep(1)
+
+    with pytest.raises(gs.RankFailed) as caught:
+        gs.launcher(work, n_gpus=2)(tmp_path / "pid")
+    assert (caught.value.rank, caught.value.exit_code, caught.value.phase) == (1, 1, "function")
+    assert caught.value.traceback_text.endswith("ValueError: boom")
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+# -- Several nodes -----------------------------------------------------------------------------------------------------
+
+NODE = """
+    import os, sys
+    import gradsync as gs
+
+    def work(role):
+        comm = gs.get_communicator()
+        os.write(1, b"works\\n")
+        if role == "fail":
+            raise ValueError("boom")
+        if role == "wait":
+            while True:
+                comm.barrier()
+        return comm.rank, comm.world_size, *(os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+
+    if __name__ == "__main__":
+        n_gpus, rank_start, port = map(int, sys.argv[1:4])
+        print(gs.launcher(work, n_gpus, 3, rank_start, port=port, backend="shm")(sys.argv[4]))
 """
-    done = run_interactive(source)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[1, 2] True\n", "")
 
 
-def test_world_size_limits_the_processes_of_this_node(monkeypatch):
-    monkeypatch.setattr("gradsync.machine.usable_cores", lambda: 8)
-    assert gs.launcher(rank_functions.size_and_local_size, world_size=2)() == [(2, "2")] * 2
+@pytest.fixture
+def nodes(cli, script, tmp_path):
+    """Starts two launchers of one run, which stand for two machines: of two ranks and of one."""
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    path, port = script(NODE), gs.free_port()
+
+    def start(first, second):
+        options = {"environment": {"XDG_RUNTIME_DIR": str(tmp_path / "runtime")}}
+        later = cli.start_program(sys.executable, path, 1, 2, port, second, **options)  # must wait for the other
+        return cli.start_program(sys.executable, path, 2, 0, port, first, **options), later
+
+    return start
 
 
-def test_set_start_method_is_the_default(monkeypatch, caplog):
-    monkeypatch.setattr("gradsync.launching.launch._default", "fork")
-    assert gs.launcher(lambda: 1, n_gpus=1)() == [1]
-    assert gs.spawn(lambda: 2, (), 1).return_queues[0].get() == 2
-    for who in ("launcher", "spawn"):
-        assert f"{who}: gradsync starts ranks by spawn, not by fork: " in caplog.text
+def test_launchers_of_several_machines_meet_and_each_has_the_results_of_its_ranks(nodes, tmp_path):
+    first, second = (node.result() for node in nodes("return", "return"))
+    assert first.out.splitlines()[2:] == ["[(0, 3, '0', '2'), (1, 3, '1', '2')]"]
+    assert second.out.splitlines()[1:] == ["[(2, 3, '0', '1')]"]
+    assert list((tmp_path / "runtime").iterdir()) == []  # of the secret
 
 
-@pytest.mark.parametrize("run", [gs.launcher(rank_functions.raise_stubborn, n_gpus=1), None])
-def test_exception_that_does_not_unpickle_is_told_as_text(run):
-    run = run or (lambda: gs.spawn(rank_functions.raise_stubborn, (), 1))
-    with pytest.raises(gs.RankFailed, match="Stubborn: 1"):
+def test_no_rank_works_before_all_have_joined_and_none_leaves_before_all_have_worked(cli, script, tmp_path):
+    """A barrier after the start and one before the end."""
+    path = script(NODE.replace('if role == "fail"', 'role and open(role).close()\n        if role == "fail"'))
+    port = gs.free_port()
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    os.mkfifo(tmp_path / "fifo")
+    options = {"environment": {"XDG_RUNTIME_DIR": str(tmp_path / "runtime")}}
+    first = cli.start_program(sys.executable, path, 2, 0, port, "", **options)
+    second = cli.start_program(sys.executable, path, 1, 2, port, tmp_path / "fifo", **options)
+    assert [first.stdout.readline() for _ in range(2)] == ["works\n"] * 2
+    second.read_until("works")  # the ranks of the other node have returned, perhaps, and cannot leave
+    assert first.poll() is None
+    with open(tmp_path / "fifo", "w"):
+        pass
+    assert (first.result().code, second.result().code) == (0, 0)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_failure_on_one_machine_ends_the_ranks_of_the_other(culprit, nodes):
+    codes = [node.result() for node in nodes(*(["fail", "wait"] if culprit == 0 else ["wait", "fail"]))]
+    assert [node.code for node in codes] == [1, 1]
+    assert codes[culprit].err.endswith("ValueError: boom\n")
+    assert "ValueError: boom" in codes[1 - culprit].err
+
+
+def test_other_machines_need_a_secret(monkeypatch):
+    port = gs.free_port()
+    run = gs.launcher(address, n_gpus=2, master_ip="0.0.0.0", port=port)
+    with pytest.raises(gs.AuthenticationError):
         run()
+    for node in ({"rank_start": 0}, {"rank_start": 1}):
+        for host in ("192.0.2.1", "node0", "::"):
+            with pytest.raises(gs.AuthenticationError):
+                gs.launcher(address, n_gpus=1, world_size=2, master_ip=host, port=port, **node)()
+    monkeypatch.setenv("GRADSYNC_SECRET", "5a" * 32)
+    for _ in range(2):  # the secret is kept for the next call
+        assert run() == [(f"0.0.0.0:{port}", "0.0.0.0")] * 2
 
 
-def test_decorating_loads_nothing_that_starts_ranks():
-    source = "import sys, gradsync as gs; gs.launcher(n_gpus=2)(print); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
-    assert "gradsync.launching.launcher" in loaded
-    assert not loaded & {"gradsync.launching.supervisor", "multiprocessing", "subprocess", "socket", "numpy"}
-
-
-def test_gloo_is_shared_memory_and_says_so(caplog):
-    assert gs.launcher(rank_functions.backend_of_group, n_gpus=2, backend="gloo")() == ["shm"] * 2
-    context = gs.spawn(rank_functions.backend_of_own_group, nprocs=2, backend="gloo")
-    assert [results.get() for results in context.return_queues] == ["shm"] * 2
-    assert [record.message.partition(":")[0] for record in caplog.records] == ["launcher", "spawn"]
+@pytest.mark.parametrize("options", [{"device_type": "gpu"}, {"backend": "nccl"}])
+def test_ranks_on_gpus_take_nccl(options, monkeypatch):
+    fake = PLACES["fake"]
+    monkeypatch.syspath_prepend(fake.folders[0])
+    for name, value in fake.environment.items():
+        monkeypatch.setenv(name, value)
+    assert gs.launcher(place, n_gpus=1, **options)() == [(0, 1, "nccl")]

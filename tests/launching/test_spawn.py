@@ -1,19 +1,16 @@
-import contextlib
-import gc
-import multiprocessing
+"""gs.spawn, with what PaddlePaddle's spawn offers: the context with its processes and queues, options, failures."""
+
 import multiprocessing.connection
 import os
 import queue
 import signal
 import subprocess
 import sys
-import threading
 
-import command
 import pytest
-import rank_functions
 
 import gradsync as gs
+from commands import is_running, wait_until
 
 
 @pytest.fixture
@@ -22,109 +19,207 @@ def fifo(tmp_path):
     return str(tmp_path / "fifo")
 
 
-def test_processes_look_like_those_of_multiprocessing(fifo):
-    context = gs.spawn(rank_functions.read_and_return, (fifo,), 1, join=False)
-    assert isinstance(context, gs.MultiprocessContext)
-    (process,) = context.processes
-    assert context.pids() == [process.pid]
-    os.kill(process.pid, 0)
-    assert (process.name, process.daemon, process.exitcode, process.is_alive()) == (
-        "gradsync-rank-0",
-        False,
-        None,
-        True,
-    )
+def environment():
+    return dict(os.environ)
+
+
+def read(path):
+    with open(path) as file:
+        return file.read(), os.getpid()
+
+
+def wait_for_a_signal():
+    while True:
+        signal.pause()
+
+
+def test_the_context_has_processes_queues_and_sentinels_as_multiprocessing_has(fifo):
+    def work(path):
+        return read(path) if os.environ["RANK"] == "1" else "first"
+
+    context = gs.spawn(work, (fifo,), 2, join=False)
+    first, second = context.sentinels
+    assert multiprocessing.connection.wait([first, second], 60) == [first]
+    assert context.join(timeout=0) is False
+    process = context.processes[1]
+    assert (process.name, process.daemon, process.exitcode) == ("gradsync-rank-1", False, None)
+    assert process.is_alive()
+    assert is_running(process.pid)
     assert "started" in repr(process)
     process.join(0.01)
-    assert not context.join(timeout=0.01)
-    assert not multiprocessing.connection.wait(context.sentinels, 0)
     with open(fifo, "w") as file:
         file.write("done")
-    assert context.join()
-    assert context.join()
-    assert multiprocessing.connection.wait(context.sentinels, 0) == context.sentinels == [process.sentinel]
-    assert (process.exitcode, process.is_alive()) == (0, False)
+    assert multiprocessing.connection.wait([second], 60) == [second]
+    assert context.join() is context.join(timeout=60) is True
+    assert multiprocessing.connection.wait(context.sentinels, 0) == [first, second]
+    assert [each.exitcode for each in context.processes] == [0, 0]
+    assert not process.is_alive()
     assert "stopped exitcode=0" in repr(process)
-    process.join()
     process.kill()  # nothing is left to kill
-    (results,) = context.return_queues
-    assert not results.empty()
-    assert results.get() == ("done", process.pid)
-
-
-def test_a_queue_of_a_rank_that_has_ended_does_not_wait():
-    context = gs.spawn(rank_functions.place, (), 1)
-    context.return_queues[0].get()
-    for ended in (*context.return_queues, *context.error_queues):
-        with pytest.raises(queue.Empty):
+    assert context.pids() == [each.pid for each in context.processes]
+    assert isinstance(context, gs.MultiprocessContext)
+    results = context.return_queues
+    assert not results[1].empty()
+    assert [each.get() for each in results] == ["first", ("done", process.pid)]
+    for ended in (*results, *context.error_queues):
+        with pytest.raises(queue.Empty):  # of a rank that has ended nothing is awaited
             ended.get()
 
 
 @pytest.mark.parametrize(("method", "number"), [("terminate", signal.SIGTERM), ("kill", signal.SIGKILL)])
-def test_a_process_that_the_caller_ends(method, number):
-    context = gs.spawn(rank_functions.wait_for_signal, (), 2, join=False)
-    assert len(set(context.pids())) == 2
+def test_the_caller_may_end_a_process(method, number):
+    context = gs.spawn(wait_for_a_signal, (), 2, join=False)
     getattr(context.processes[1], method)()
-    with pytest.raises(gs.RankFailed, match=rf"^Process 1 terminated with signal {number.name}$") as caught:
+    with pytest.raises(gs.RankFailed, match=number.name) as caught:
         context.join()
-    assert (caught.value.rank, caught.value.exit_code) == (1, -number)
+    assert (caught.value.rank, caught.value.exit_code, caught.value.phase) == (1, -number, "function")
     assert context.processes[1].exitcode == -number
 
 
-def test_result_that_does_not_unpickle_here():
-    context = gs.spawn(rank_functions.return_stubborn, (), 1)
-    with pytest.raises(gs.InvalidArgument, match="return value of rank 0 cannot be unpickled in the launching process"):
-        context.return_queues[0].get()
+FAILURES = {
+    # what the process does: (its exit code, how the error begins)
+    "raise ValueError('boom')": (1, "Process 1 terminated with the following error:\n\nTraceback"),
+    "os.kill(os.getpid(), 9)": (-9, "Process 1 terminated with signal SIGKILL"),
+    "sys.exit(3)": (3, "Process 1 terminated with exit code 3"),
+    "raise KeyboardInterrupt": (130, "Process 1 terminated with exit code 130"),
+}
 
 
-def test_nothing_is_left_behind():
-    gs.spawn(rank_functions.place, (), 1)  # what stays loaded stays open
-    gc.collect()  # what other tests have left
-    descriptors, threads = os.listdir("/proc/self/fd"), set(threading.enumerate())
-    context = gs.spawn(rank_functions.place, (), 2, join=False)
-    context.join()
-    with pytest.raises(gs.RankFailed):
-        gs.spawn(rank_functions.exit_with, (1,), 2)
-    with pytest.raises(gs.RankFailed):
-        context = gs.spawn(rank_functions.exit_with, (1,), 2, join=False)
+@pytest.mark.parametrize("statement", FAILURES)
+def test_a_failure_ends_the_others_and_tells_how(statement, capfd):
+    def work(statement):
+        if os.environ["RANK"] == "1":
+            exec(statement, {"os": os, "sys": sys})
+        wait_for_a_signal()
+
+    context = gs.spawn(work, (statement,), 2, join=False)
+    with pytest.raises(gs.RankFailed) as caught:
         context.join()
-    del context
-    for thread in threading.enumerate():
-        if thread.name == "gradsync-supervisor":
-            thread.join()
-    assert not command.opened_since(descriptors)
-    assert set(threading.enumerate()) <= threads  # what an earlier test has left may end meanwhile
+    code, begin = FAILURES[statement]
+    assert (caught.value.rank, caught.value.exit_code) == (1, code)
+    assert str(caught.value).startswith(begin)
+    assert caught.value.traceback_text.endswith("ValueError: boom" if "boom" in statement else "")
+    if "boom" in statement:
+        assert "ValueError: boom" in context.error_queues[1].get()
+    with pytest.raises(queue.Empty):
+        context.error_queues[1].get()
+    assert capfd.readouterr().out == ""
+    assert all(not is_running(pid) for pid in context.pids())
 
 
-def run_python(script, **options):
-    return subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, **options)
+def test_each_process_has_its_own_environment_without_proxies(monkeypatch):
+    proxies = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+    for name in proxies:
+        monkeypatch.setenv(name, "http://proxy.invalid")
+    before = dict(os.environ)
+    context = gs.spawn(environment, (), 2)
+    assert dict(os.environ) == before
+    for rank, results in enumerate(context.return_queues):
+        variables = results.get()
+        assert variables["RANK"] == str(rank)
+        assert not variables.keys() & set(proxies)
 
 
-@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)"])
-def test_a_program_that_ends_waits_for_its_processes_and_tells_their_failure(tmp_path, ending):
-    script = command.write_script(
-        tmp_path,
-        f"""
-        import gradsync as gs
-        def work(path):
-            open(path, "w").close()
-            raise ValueError("boom")
-        if __name__ == "__main__":
-            gs.spawn(work, ({str(tmp_path / "begun")!r},), 1, join=False)
-            {ending}
-        """,
+def test_each_process_has_its_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5")
+    context = gs.spawn(environment, gpus="4,5")
+    assert [results.get()["CUDA_VISIBLE_DEVICES"] for results in context.return_queues] == ["4", "5"]
+    for mistake in ({"nprocs": 2, "gpus": "4,6"}, {"nprocs": 3, "gpus": "4,5"}):
+        with pytest.raises(gs.InvalidArgument):
+            gs.spawn(environment, **mistake)
+
+
+def test_options_print_config_backend_and_ips(capfd):
+    context = gs.spawn(environment, (), 1, backend="local", ips="127.0.0.1", print_config=True)
+    assert context.return_queues[0].get()["GRADSYNC_BACKEND"] == "local"
+    settings = "nprocs 1, start_method spawn, backend local, gpus as this process, port a free one"
+    assert capfd.readouterr().out == f"gradsync.spawn: {settings}\n"
+
+
+def test_deprecated_options_are_warnings_that_name_the_caller():
+    port = gs.free_port()
+    given = {
+        "selected_devices": "0",
+        "cluster_node_ips": "127.0.0.1",
+        "node_ip": "127.0.0.1",
+        "started_port": port,
+        "use_paddlecloud": True,
+    }
+    with pytest.warns(DeprecationWarning, match="is deprecated") as caught:
+        context = gs.spawn(environment, nprocs=1, **given)
+    assert [warning.filename for warning in caught] == [__file__] * len(given)
+    variables = context.return_queues[0].get()
+    assert (variables["CUDA_VISIBLE_DEVICES"], variables["GRADSYNC_ADDRESS"]) == ("0", f"127.0.0.1:{port}")
+    for wrong in ("text", -1, 65536, True):
+        with (
+            pytest.warns(DeprecationWarning, match="started_port"),
+            pytest.raises(gs.InvalidArgument, match="started_port"),
+        ):
+            gs.spawn(environment, started_port=wrong)
+
+
+def test_a_taken_port_is_an_error_and_leaves_nothing_open():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        counts = []
+        for _ in range(3):  # what is loaded once stays open
+            with (
+                pytest.warns(DeprecationWarning, match="started_port"),
+                pytest.raises(gs.RendezvousError, match=str(port)),
+            ):
+                gs.spawn(environment, (), 1, started_port=port)
+            with pytest.raises(gs.RendezvousError, match=str(port)):
+                gs.launcher(environment, n_gpus=1, port=port)()
+            counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[1] == counts[2]
+
+
+def test_gloo_means_shared_memory_and_the_log_says_so(caplog):
+    def backend():
+        with gs.init_process_group() as comm:
+            return comm.backend
+
+    context = gs.spawn(backend, nprocs=2, backend="gloo")
+    assert [results.get() for results in context.return_queues] == ["shm"] * 2
+    assert gs.launcher(lambda: gs.get_communicator().backend, n_gpus=2, backend="gloo")() == ["shm"] * 2
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["spawn", "launcher"]
+
+
+# -- The end of the program --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+def test_a_program_ends_its_daemons_and_waits_for_other_processes(daemon, cli, script, fifo):
+    program = cli.start_program(
+        sys.executable,
+        script(
+            f"""
+            import sys
+            import gradsync as gs
+            def work(path):
+                print(open(path).read())
+            if __name__ == "__main__":
+                context = gs.spawn(work, (sys.argv[1],), 1, join=False, daemon={daemon})
+                print(context.pids()[0], context.processes[0].daemon, flush=True)
+            """
+        ),
+        fifo,
     )
-    done = run_python(script)
-    assert (tmp_path / "begun").exists()
-    assert done.returncode == (3 if ending else 0)
-    assert done.stderr.endswith("ValueError: boom\n")
-    assert "gradsync: rank 0 (pid " in done.stderr
+    pid, told = program.stdout.readline().split()
+    if not daemon:
+        with open(fifo, "w") as file:  # waits until the rank is there
+            file.write("worked on")
+    assert program.result() == (0, "" if daemon else "worked on\n", "")
+    assert told == str(daemon)
+    wait_until(lambda: not is_running(int(pid)))
 
 
-def test_a_failure_that_was_told_is_not_told_again(tmp_path):
-    script = command.write_script(
-        tmp_path,
+def test_a_failure_is_told_once_by_join_or_at_the_end_of_the_program(cli, script):
+    path = script(
         """
+        import sys
         import gradsync as gs
         def work():
             raise ValueError("boom")
@@ -133,168 +228,117 @@ def test_a_failure_that_was_told_is_not_told_again(tmp_path):
                 try:
                     gs.spawn(work, (), 1, join=join).join()
                 except gs.RankFailed:
-                    print("told")
-        """,
+                    print("raised")
+            if sys.argv[1:]:
+                gs.spawn(work, (), 1, join=False)
+                raise SystemExit(3)
+        """
     )
-    done = run_python(script)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "told\ntold\n", "")
+    assert cli.python(path) == (0, "raised\n" * 2, "")
+    done = cli.python(path, "end")
+    assert done.code == 3
+    assert done.err.startswith("gradsync: rank 0 (pid ")
+    assert done.err.endswith("ValueError: boom\n")
 
 
 INTERRUPTED = """
-    import os, signal, sys, threading
+    import os, signal, sys
     import gradsync as gs
-    def told(wait):
-        def told_and_wait(*timeout):
-            os.write(1, b"waiting\\n")
-            return wait(*timeout)
-        return told_and_wait
     def work(stubborn):
         if stubborn:
             signal.signal(signal.SIGINT, lambda *_: os.write(1, b"stubborn\\n"))
-        os.write(1, b"%d\\n" % os.getpid())
+        os.write(1, b"rank\\n")
         while True:
             signal.pause()
     if __name__ == "__main__":
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         where, stubborn = sys.argv[1], len(sys.argv) > 2
         try:
             context = gs.spawn(work, (stubborn,), 2, join=where == "spawn")
             if where == "outside":
-                told(signal.pause)()
-            context._end.wait = told(context._end.wait)
+                signal.pause()
             context.join()
         except KeyboardInterrupt:
-            os.write(1, b"interrupted\\n")
             if where == "outside":
                 raise
+            print("interrupted")
             if where == "join":
                 print(context.join(), [process.exitcode for process in context.processes])
 """
 
 
-def start_interrupted(tmp_path, *arguments):
-    script = command.write_script(tmp_path, INTERRUPTED)
-    with contextlib.ExitStack() as stack:
-        process = stack.enter_context(
-            command.Launcher(
-                [sys.executable, script, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
-        lines = [process.stdout.readline().strip() for _ in range(2 if arguments[0] == "spawn" else 3)]
-        pids = [int(line) for line in lines if line != "waiting"]
-        stack.pop_all()
-    return process, pids
-
-
 @pytest.mark.parametrize("where", ["spawn", "join", "outside"])
-def test_ctrl_c_ends_the_ranks_in_order(tmp_path, where):
-    process, pids = start_interrupted(tmp_path, where)
-    with process:
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert all(command.has_ended(pid, 0) for pid in pids)
-    assert out.replace("waiting\n", "") == "interrupted\n" + ("True [130, 130]\n" if where == "join" else "")
+def test_ctrl_c_ends_the_ranks_in_order(where, cli, script):
+    program = cli.start_program(sys.executable, script(INTERRUPTED), where)
+    assert [program.stdout.readline() for _ in range(2)] == ["rank\n"] * 2
+    wait_until(lambda: sleeps(program.pid))
+    program.send_signal(signal.SIGINT)
+    code, out, err = program.result()
     if where == "outside":
+        assert (code, out) == (-signal.SIGINT, "")
         assert err.endswith("KeyboardInterrupt\n")
-        assert process.returncode == -signal.SIGINT
     else:
-        assert (process.returncode, err) == (0, "")
+        assert (code, out, err) == (0, "interrupted\n" + "True [130, 130]\n" * (where == "join"), "")
 
 
-INTERRUPTED_AT_START = """
-    import os, signal, subprocess, threading
-    import gradsync as gs
-    def work():
-        while True:
-            signal.pause()
-    def interrupt():
-        begun.wait()
-        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # the kernel gives it to any thread that takes it
-        sent.set()
-    class Popen(subprocess.Popen):  # waits, so that the signal comes before all ranks have started
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            begun.set()
-            sent.wait()
-    begun, sent = threading.Event(), threading.Event()
-    if __name__ == "__main__":
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Thread(target=interrupt).start()
-        subprocess.Popen = Popen
-        try:
-            gs.spawn(work, nprocs=4, join=False)
-        except KeyboardInterrupt as error:
-            print("interrupted", repr(error.__context__))
-"""
+def sleeps(pid):
+    """Whether its main thread waits: where a signal may come at any moment of a start, Python has no rules."""
+    with open(f"/proc/{pid}/task/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "S"
 
 
-def test_ctrl_c_while_the_ranks_start_ends_them(tmp_path):
-    script = command.write_script(tmp_path, INTERRUPTED_AT_START)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted None\n", "")
+def test_a_second_ctrl_c_kills(cli, script):
+    program = cli.start_program(sys.executable, script(INTERRUPTED), "join", "stubborn")
+    assert [program.stdout.readline() for _ in range(2)] == ["rank\n"] * 2
+    wait_until(lambda: sleeps(program.pid))
+    program.send_signal(signal.SIGINT)
+    assert [program.stdout.readline() for _ in range(2)] == ["stubborn\n"] * 2
+    program.send_signal(signal.SIGINT)
+    assert program.result() == (0, "interrupted\nTrue [-9, -9]\n", "")
 
 
-def test_a_second_ctrl_c_kills(tmp_path):
-    process, pids = start_interrupted(tmp_path, "join", "stubborn")
-    with process:
-        process.send_signal(signal.SIGINT)
-        lines = [process.stdout.readline() for _ in range(3)]
-        assert sorted(lines) == ["stubborn\n", "stubborn\n", "waiting\n"]
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
-    assert out.replace("waiting\n", "") == "interrupted\nTrue [-9, -9]\n"
-    assert all(command.has_ended(pid, 0) for pid in pids)
+def test_sigterm_while_spawn_waits_ends_the_program(cli, script):
+    program = cli.start_program(sys.executable, script(INTERRUPTED), "spawn")
+    assert [program.stdout.readline() for _ in range(2)] == ["rank\n"] * 2
+    program.send_signal(signal.SIGTERM)
+    assert program.result().code == 128 + signal.SIGTERM
 
 
-def test_sigterm_while_spawn_waits(tmp_path):
-    process, pids = start_interrupted(tmp_path, "spawn")
-    with process:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert all(command.has_ended(pid, 0) for pid in pids)
+def test_ctrl_c_while_the_ranks_start_ends_them(cli, script):
+    """The kernel may give it to any thread; and it comes before all ranks have been started."""
+    path = script(
+        """
+        import signal, subprocess, threading
+        import gradsync as gs
+        def work():
+            while True:
+                signal.pause()
+        def interrupt():
+            begun.wait()
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            sent.set()
+        class Popen(subprocess.Popen):
+            def __init__(self, *args, **options):
+                super().__init__(*args, **options)
+                begun.set()
+                sent.wait()
+        begun, sent = threading.Event(), threading.Event()
+        if __name__ == "__main__":
+            threading.Thread(target=interrupt).start()
+            subprocess.Popen = Popen
+            try:
+                gs.spawn(work, nprocs=4, join=False)
+            except KeyboardInterrupt as error:
+                print("interrupted", repr(error.__context__))
+        """
+    )
+    assert cli.python(path) == (0, "interrupted None\n", "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "text"),
-    [
-        ((None,), {}, "spawn needs a function, got None"),
-        ((rank_functions.place, 5), {}, "spawn needs args as a tuple, got 5"),
-        ((rank_functions.place, "text"), {}, r"one argument is written \(value,\)"),
-        ((rank_functions.place, (), 0), {}, "spawn needs nprocs to be an integer of at least 1, got 0"),
-        ((rank_functions.place, (), -2), {}, "got -2"),
-        ((rank_functions.place, (), True), {}, "got True"),
-        ((rank_functions.place,), {"zzz": 1}, r"no option 'zzz' \(it has start_method, gpus, ips, backend"),
-        ((rank_functions.place,), {"start_method": "thread"}, "the start method to be one of 'spawn', 'fork'"),
-        ((rank_functions.place,), {"backend": "ucc"}, "spawn needs backend to be one of auto, .*, got 'ucc'"),
-        ((rank_functions.place, (), 1), {"ips": [""]}, "'' in ips .* does not belong to it"),
-    ],
-)
-def test_bad_arguments_are_refused_before_any_process_starts(monkeypatch, arguments, options, text):
-    monkeypatch.setattr("gradsync.launching.supervisor.RankProcess", None)
-    with pytest.raises(gs.InvalidArgument, match=text):
-        gs.spawn(*arguments, **options)
+def test_ctrl_c_is_not_blocked_where_a_rank_cannot_be_started(monkeypatch):
+    def fail(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
 
-
-@pytest.mark.parametrize("port", ["text", -1, 65536, True])
-def test_bad_port(port):
-    with (
-        pytest.warns(DeprecationWarning, match="started_port"),
-        pytest.raises(gs.InvalidArgument, match="started_port to be an integer from 0 to 65535"),
-    ):
-        gs.spawn(rank_functions.place, started_port=port)
-
-
-def test_a_start_that_fails_leaves_nothing(monkeypatch):
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        port = holder.getsockname()[1]
-        for _ in range(2):  # what stays loaded stays open: counted is the second time
-            descriptors = os.listdir("/proc/self/fd")
-            with (
-                pytest.warns(DeprecationWarning, match="started_port"),
-                pytest.raises(gs.RendezvousError, match=str(port)),
-            ):
-                gs.spawn(rank_functions.place, (), 1, started_port=port)
-    assert not command.opened_since(descriptors)
+    monkeypatch.setattr(subprocess, "Popen", fail)  # as the kernel answers at a limit of processes
+    with pytest.raises(gs.BackendUnavailable):
+        gs.launch(os.getpid, nprocs=2)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -1,0 +1,288 @@
+"""gradsync run on several machines: a launcher on each, here all on this one, each as if it were another."""
+
+import os
+import re
+import secrets
+import signal
+import socket
+
+import pytest
+
+import gradsync as gs
+from commands import wait_until
+
+# Each rank meets the others, tells who it is, and does as it is told: "ROLE@RANK", for one rank, or "ROLE" for all.
+SCRIPT = """
+    import os, signal, sys, time
+    import gradsync as gs
+    comm = gs.init_process_group("shm", timeout_seconds=float(os.environ.get("MEET_SECONDS", 60)))
+    os.write(1, f"met {comm.rank}\\n".encode())
+    what, _, who = sys.argv[1].partition("@")
+    if what == "show":
+        names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE NCCL_SOCKET_IFNAME MASTER_ADDR"
+        shown = [os.environ.get(name) for name in (*names.split(), "MASTER_PORT", "GRADSYNC_ADDRESS")]
+        print(*shown, flush=True)
+    comm.barrier()
+    if what == "fail":
+        if comm.rank == int(who):
+            raise ValueError("boom")
+        comm.barrier()
+    if what == "busy":
+        if who and comm.rank == int(who):
+            raise ValueError("boom")
+        time.sleep(100)
+    if what == "linger" and comm.rank == int(who):
+        with open(sys.argv[2]) as fifo:
+            fifo.read()
+    if what == "wait":
+        while True:
+            comm.barrier()
+            time.sleep(0.02)
+    comm.close()
+"""
+
+
+class Machines:
+    """The launchers of one run."""
+
+    def __init__(self, cli, path, secret, count, host):
+        self._cli, self._path, self._secret, self.count = cli, path, secret, count
+        self.rendezvous = f"{host}:{gs.free_port()}"
+        self.launchers = [None] * count
+
+    def start(self, node, *arguments, n=1, options=(), secret=None, environment=None):
+        place = ("--nnodes", self.count, "--node-rank", node, "--rendezvous", self.rendezvous)
+        secret = ("--secret-file", secret or self._secret)
+        line = ("run", "--no-prefix", "-n", n, *place, *secret, *options, self._path, *arguments)
+        self.launchers[node] = self._cli.start(*line, environment=environment)
+        return self.launchers[node]
+
+    def start_all(self, *arguments, **options):
+        for node in range(self.count):
+            self.start(node, *arguments, **options)
+
+    def have_met(self):
+        for launcher in self.launchers:
+            launcher.read_until("met")
+
+    def results(self):
+        return [launcher.result() for launcher in self.launchers]
+
+
+@pytest.fixture
+def secret(tmp_path):
+    def write(name="secret"):
+        path = tmp_path / name
+        path.write_text(secrets.token_hex(32))
+        path.chmod(0o600)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def machines(cli, script, secret):
+    def make(count=2, host="127.0.0.1", source=SCRIPT):
+        return Machines(cli, script(source), secret(), count, host)
+
+    return make
+
+
+MPI = ("--secret-file", "secret", "--backend", "mpi")
+REFUSED = {
+    # a word of the refusal: the options
+    "--node-rank needs --nnodes": ("--node-rank", 1),
+    "from 0 to 0": ("--nnodes", 1, "--node-rank", 1),
+    "--rendezvous needs --nnodes": ("--rendezvous", "h:1"),
+    "--secret-file needs --nnodes": ("--secret-file", "f"),
+    "needs --node-rank": ("--nnodes", 2),
+    "from 0 to 1": ("--nnodes", 2, "--node-rank", 2),
+    "scheduler": ("--nnodes", 2, "--node-rank", 0, "--max-restarts", 1),
+    "needs --rendezvous": ("--nnodes", 2, "--node-rank", 0),
+    "from 1 to 65535": ("--nnodes", 2, "--node-rank", 0, "--rendezvous", "h:0"),
+    "'head'": ("--nnodes", 2, "--node-rank", 0, "--rendezvous", "head"),
+    "got 0.0.0.0": ("--nnodes", 2, "--node-rank", 1, "--rendezvous", "0.0.0.0:1"),
+    "needs --secret-file": ("--nnodes", 2, "--node-rank", 0, "--rendezvous", "10.0.0.1:1"),
+    "cannot be opened": ("--nnodes", 2, "--node-rank", 0, "--rendezvous", "h:1", "--secret-file", "/none"),
+    "mpiexec -n 2 python": ("--nnodes", 2, "--node-rank", 1, "--rendezvous", "h:1", *MPI),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_options_that_do_not_fit_are_refused(word, cli, script, secret, tmp_path):
+    secret()
+    code, out, err = cli("run", "-n", 1, *REFUSED[word], script("print('started')"), cwd=tmp_path)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith("gradsync: error: ")
+    assert word in err
+
+
+def test_one_machine_may_be_named(cli, script, secret):
+    place = ("--nnodes", 1, "--node-rank", 0, "--rendezvous", "head:29400", "--secret-file", secret())
+    path = script("import os; print(os.environ['GROUP_WORLD_SIZE'], os.environ.get('NCCL_SOCKET_IFNAME'))")
+    assert cli("run", "--no-prefix", "-n", 1, *place, path) == (0, "1 None\n", "")
+
+
+def test_ranks_are_numbered_over_the_machines_and_share_a_log_directory(machines, tmp_path):
+    run = machines()
+    run.start_all("show", n=2, options=("--log-dir", tmp_path / "logs"))
+    results = run.results()
+    port = int(run.rendezvous.split(":")[1])
+    for node, (code, out, err) in enumerate(results):
+        assert code == 0
+        lines = sorted(line for line in out.splitlines() if "met" not in line)
+        shared = f"=lo 127.0.0.1 {port + 1} {run.rendezvous}"
+        assert lines == [f"{2 * node + local} 4 {local} 2 {node} 2 {shared}" for local in range(2)]
+        ranks = f"ranks {2 * node} and {2 * node + 1} of 4"
+        assert err == f"gradsync: node {node} of 2: {ranks}; rendezvous at {run.rendezvous}\n"
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [f"rank-{rank}.log" for rank in range(4)]
+    assert (tmp_path / "logs" / "rank-3.log").read_text().startswith("met 3\n")
+
+
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_a_failure_on_either_machine_ends_both_and_is_told_on_both(culprit, machines):
+    run = machines()
+    run.start_all(f"fail@{culprit}", n=2)
+    results = run.results()
+    assert [result.code for result in results] == [1, 1]
+    of_culprit, of_others = results[culprit // 2].err, results[1 - culprit // 2].err
+    assert re.search(rf"^gradsync: rank {culprit} \(pid \d+ on \S+\) failed with exit code 1:\nTrace", of_culprit, re.M)
+    assert of_culprit.endswith("ValueError: boom\n")
+    # On a busy machine the other rank of the culprit's node, which its launcher ends, may be gone first.
+    assert re.search(f"because of rank {'[01]' if culprit == 0 else '[23]'}:\n", of_others), of_others
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_failure_ends_ranks_that_are_busy(culprit, machines):
+    """No collective tells them, and no other launcher."""
+    run = machines()
+    run.start_all(f"busy@{culprit}")
+    results = run.results()
+    assert results[1 - culprit].code == 1
+    assert f"because of rank {culprit}:\n" in results[1 - culprit].err
+    assert results[culprit].err.endswith("ValueError: boom\n")
+
+
+@pytest.mark.parametrize(("victim", "role"), [(0, "wait"), (1, "wait"), (0, "busy")])
+def test_a_launcher_that_is_killed_ends_the_other(victim, role, machines):
+    run = machines()
+    run.start_all(role)
+    run.have_met()
+    run.launchers[victim].kill()
+    code, _, err = run.launchers[1 - victim].result()
+    assert code == 1
+    assert (f"the rendezvous server at {run.rendezvous} is gone" if victim == 0 else "rank 1/2") in err
+
+
+@pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)])
+def test_a_signal_to_one_launcher_ends_both(victim, number, machines):
+    run = machines()
+    run.start_all("wait")
+    run.have_met()
+    run.launchers[victim].send_signal(number)
+    results = run.results()
+    assert results[victim].code == 128 + number
+    assert results[1 - victim].code == 1
+    assert f"because of rank {victim}" in results[1 - victim].err
+
+
+def test_machine_0_keeps_the_server_for_the_others_says_so_and_ends_at_a_signal(machines, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for number in (None, signal.SIGINT):
+        run = machines()
+        run.start_all("linger@1", tmp_path / "fifo")
+        run.launchers[0].read_until("waiting for the other machines", "stderr")
+        if number is not None:
+            run.launchers[0].send_signal(number)
+            assert run.launchers[0].result().code == 130
+        with open(tmp_path / "fifo", "w"):
+            pass
+        if number is None:
+            assert [result.code for result in run.results()] == [0, 0]
+        else:
+            run.launchers[1].result()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_late_machine_is_awaited(late, machines):
+    run = machines(host="127.0.0.2")
+    first = run.start(1 - late, "return")
+    host, port = run.rendezvous.split(":")
+    if late == 1:
+        wait_until(lambda: listens(host, int(port)))
+    else:
+        first.stderr.readline()  # it has begun
+    run.start(late, "return")
+    assert [result.code for result in run.results()] == [0, 0]
+
+
+def listens(host, port):
+    with socket.socket() as stream:
+        return not stream.connect_ex((host, port))
+
+
+def test_a_machine_that_does_not_come_is_named(machines):
+    run = machines()
+    run.start(0, "return", environment={"MEET_SECONDS": "0.5"})
+    code, _, err = run.launchers[0].result()
+    assert code == 1
+    assert "missing: rank 1 (not joined)" in err
+
+
+def test_who_does_not_belong_is_refused_and_harms_nobody(machines, secret):
+    """Another secret, another number of ranks, a machine that is there already."""
+    run = machines(3)
+    run.start(0, "return")
+    run.start(1, "return")
+    run.launchers[0].read_until("waiting for rank 2", "stderr")
+    first, second = run.launchers[:2]
+    refusals = {
+        "secret": run.start(2, "return", secret=secret("other")),
+        "world_size 6": run.start(2, "return", n=2),
+        "has joined already": run.start(1, "return"),
+    }
+    for word, launcher in refusals.items():
+        code, _, err = launcher.result()
+        assert (code, word in err) == (1, True), err
+    run.start(2, "return")
+    run.launchers[1] = second
+    assert first.poll() is None
+    assert [result.code for result in run.results()] == [0, 0, 0]
+
+
+def test_an_address_that_machine_0_cannot_have_is_refused(machines):
+    run = machines()
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        run.rendezvous = f"127.0.0.1:{holder.getsockname()[1]}"
+        code, out, err = run.start(0, "return").result()
+        assert (code, out) == (1, "")
+        assert "name another port in --rendezvous" in err
+    run.rendezvous = "192.0.2.77:29400"
+    code, out, err = run.start(0, "return").result()
+    assert (code, out) == (1, "")
+    assert "192.0.2.77" in err.splitlines()[-1]
+
+
+def test_a_name_that_means_loopback_on_machine_0_is_warned_of(machines, tmp_path):
+    """As /etc/hosts of Debian has it for the machine's own name; here by Python's own look-up."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "sitecustomize.py").write_text(
+        "import socket\nlook_up = socket.getaddrinfo\n"
+        "def in_debian(host, *rest, **options):\n"
+        "    return look_up('127.0.1.1' if host in ('head', b'head') else host, *rest, **options)\n"
+        "socket.getaddrinfo = in_debian\n"
+    )
+    run = machines(host="head")
+    run.start_all("return", environment={"PYTHONPATH": str(tmp_path / "first")})
+    results = run.results()
+    assert [result.code for result in results] == [0, 0], results
+    assert "warning: on this machine 'head' has the address 127.0.1.1" in results[0].err
+
+
+@pytest.mark.parametrize(("backend", "code"), [("shm", 0), ("auto", 1)])
+def test_which_backend_joins_launchers_of_one_machine(backend, code, machines):
+    run = machines(source="import gradsync as gs\nwith gs.init_process_group() as comm: comm.barrier()\n")
+    run.start_all(options=("--backend", backend))
+    results = run.results()
+    assert [result.code for result in results] == [code] * 2
+    assert any("mpiexec or srun" in result.err for result in results) == bool(code)

@@ -1,0 +1,140 @@
+"""What functions return on ranks: it comes as pickle brings it, however large, and leaves nothing open."""
+
+import os
+import pickle
+import resource
+import signal
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+
+
+def large_and_small():
+    """Of every layout, and two that share memory by being one."""
+    values = np.arange(200_000.0).reshape(400, 500)
+    fixed = values * 2
+    fixed.flags.writeable = False
+    return {
+        "C": values,
+        "Fortran": np.asfortranarray(values),
+        "small and Fortran": np.asfortranarray(values[:40]),
+        "strided": values[::2, ::3],
+        "read-only": fixed,
+        "small": values[0, :7].copy(),
+        "again": values,
+        "bytes": bytes(range(256)) * 100_000,
+        "nested": [[float(i) for i in range(500)] for _ in range(200)],
+    }
+
+
+def test_large_values_come_as_pickle_brings_them():
+    context = gs.spawn(large_and_small, nprocs=2, join=False)
+    wanted = large_and_small()
+    for results in context.return_queues:
+        got = results.get()
+        assert got.keys() == wanted.keys()
+        for name, value in wanted.items():
+            if isinstance(value, np.ndarray):
+                plain = pickle.loads(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+                assert str(got[name].flags) == str(plain.flags), name
+                np.testing.assert_array_equal(got[name], value)
+            else:
+                assert got[name] == value, name
+        assert got["again"] is got["C"]
+        got["C"][:] = -1.0
+        assert (got["Fortran"] == wanted["Fortran"]).all()
+    context.join()
+
+
+def test_what_pickles_by_value_only_comes_with_its_arrays():
+    [(before, function, behind)] = gs.launch(lambda: (np.arange(1e5), lambda: 5, np.arange(1e5) * 2), (), 1)
+    assert (before * 2 == behind).all()
+    assert function() == 5
+
+
+def limited(hard):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    return np.arange(500_000.0)
+
+
+def test_a_limit_of_files_is_lifted_if_it_may_be_and_told_if_not():
+    """Schedulers set one."""
+    [got] = gs.launch(limited, -1, 1)
+    assert (got == np.arange(500_000.0)).all()
+    with pytest.raises(gs.WorkerError, match="File too large"):
+        gs.launch(limited, 2**20, 1)
+
+
+class Stubborn(Exception):
+    """Pickles, and cannot be rebuilt."""
+
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
+def test_a_value_that_does_not_unpickle_here_is_an_error_that_names_its_rank():
+    context = gs.spawn(lambda: Stubborn(1, 2), (), 1)
+    with pytest.raises(gs.InvalidArgument, match="rank 0"):
+        context.return_queues[0].get()
+
+
+def test_an_exception_that_does_not_unpickle_is_told_as_text():
+    def work():
+        raise Stubborn(1, 2)
+
+    for start in (gs.launcher(work, n_gpus=1), lambda: gs.spawn(work, (), 1)):
+        with pytest.raises(gs.RankFailed, match="Stubborn: 1"):
+            start()
+
+
+def test_a_value_that_does_not_pickle_is_that_ranks_error_and_ends_nobody_elses_work(tmp_path):
+    def work(path):
+        import threading
+
+        if os.environ["RANK"] == "1":
+            with open(path, "w") as fifo:
+                fifo.write(str(os.getpid()))
+            return threading.Lock()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        with open(path) as fifo:
+            other = int(fifo.read())
+        while os.path.exists(f"/proc/{other}"):
+            signal.sigtimedwait([], 0.01)
+        return "not asked to end" if signal.sigtimedwait({signal.SIGTERM}, 0.5) is None else "asked to end"
+
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(gs.WorkerError, match="return value of rank 1") as caught:
+        gs.launch(work, str(tmp_path / "fifo"), 2)
+    assert caught.value.worker_id == 1
+    assert caught.value.results == {0: "not asked to end"}
+
+
+class KillsOnPickling:
+    """Ends its process when it is pickled, between the arrays before and behind it."""
+
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_values_leave_no_descriptor_open_whatever_becomes_of_the_ranks():
+    def work(length):
+        return bytes(length)
+
+    def die():
+        if os.environ["RANK"] == "1":
+            return [np.ones(500_000), KillsOnPickling(), np.ones(500_000)]
+        return np.full(500_000, 3.0)
+
+    counts = []
+    for length in (0, 1 << 16, 1 << 20):  # what is loaded once stays open
+        assert gs.launch(work, length, 2) == [bytes(length)] * 2
+        with pytest.raises(gs.WorkerError) as caught:
+            gs.launch(die, (), 2)
+        assert (caught.value.exitcode, caught.value.worker_id) == (-9, 1)
+        assert all((value == 3.0).all() for value in caught.value.results.values())
+        del caught
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[1] == counts[2]
