@@ -1,0 +1,731 @@
+"""NCCL and failures: each rank gets an error that names the rank and the cause, and nothing hangs.
+
+A collective that misses a rank never ends by itself, on a GPU as on the fake with HANGS.
+"""
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+from backends.on_cuda import HANGS, assert_all, full, hear, meet, side_stream, tell, total
+from commands import wait_until
+from obstacle import Obstacle
+
+DEADLINE = {"collective_timeout_seconds": 2.5}
+stuck = pytest.mark.ranks(2, on=("fake",), fresh=True, environment=HANGS)
+stuck_with_deadline = pytest.mark.ranks(2, on=("fake",), fresh=True, environment=HANGS, options=DEADLINE)
+
+
+def communicator_class():
+    from cupy.cuda import nccl
+
+    return nccl.NcclCommunicator
+
+
+def agree_and_not_come():
+    """From now on this rank agrees on collectives, and its GPU never comes to them, as behind a kernel that hangs."""
+    communicator_class().allReduce = lambda *_: None
+
+
+def step(callback, order="a"):
+    """Hands over gradients named by letters, one bucket each."""
+    with callback.backward():
+        return [callback(name, full(index + 1.0, 10)) for index, name in enumerate(order)]
+
+
+def reduce_without_rank_1(comm, folder):
+    """The future of a bucket to which only the GPU of rank 0 comes."""
+    callback = gs.AllreduceCallback("sum", comm)
+    step(callback)[0].numpy()
+    meet(folder, comm, "the last collective of both has ended")
+    if comm.rank == 1:
+        agree_and_not_come()
+    future = step(callback)[0]
+    meet(folder, comm, "both have launched")
+    return future
+
+
+def failure_of(comm):
+    """What the end of the communicator is told as to a rank that waits for nothing."""
+    wait_until(lambda: comm.closed)
+    with pytest.raises(gs.GradsyncError) as raised:
+        comm.barrier()
+    return raised.value
+
+
+# -- Ranks that differ ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(on={"fake": (2, 3), "gpu": (2,)}, environment=HANGS)
+@pytest.mark.parametrize("instead", ["another bucket", "another collective", "all differ"])
+def test_ranks_that_differ_are_told_before_data_move_and_go_on(comm, instead):
+    callback = gs.AllreduceCallback("sum", comm, threshold_bytes=1)
+    array = full(1, 3)
+    for _ in range(3):
+        step(callback, "abcde")
+    with pytest.raises(gs.PlanMismatch) as raised:
+        if instead == "all differ":
+            step(callback, "abcd" + "xyz"[comm.rank])
+        elif comm.rank != 1:
+            step(callback, "abcde")
+        elif instead == "another bucket":
+            step(callback, "abced")
+        else:
+            comm.all_reduce(array)
+    ranks = set(range(comm.world_size))
+    assert set(raised.value.descriptions) == set(raised.value.places) == ranks
+    assert all(place.startswith(__file__) for place in raised.value.places.values())
+    assert_all(array, 1)
+    for _ in range(2):
+        assert_all(step(callback, "abcde")[1].result(), 2 * comm.world_size)
+
+
+# -- Collectives that miss a rank -------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(on={"fake": (2,), "gpu": (2,)}, fresh=True, environment=HANGS, options=DEADLINE)
+@pytest.mark.parametrize("what", ["bucket", "host array"])
+def test_every_rank_is_told_when_a_collective_reaches_its_deadline(comm, what):
+    """Rank 1 has launched it, behind work that does not end."""
+    callback = gs.AllreduceCallback("sum", comm)
+    step(callback)[0].numpy()
+    array = full(1, 10)
+    stream = side_stream()
+    obstacle = Obstacle(stream)
+    if comm.rank == 0:
+        obstacle.lift()
+    with obstacle:
+        with stream:
+            if what == "bucket":
+                future = callback("a", array)
+                callback.flush()
+            else:
+                future = comm.asynchronous.all_reduce(np.ones(10))
+        wait_until(future.done)
+        assert isinstance(future.exception(), gs.CollectiveTimeout)
+        with pytest.raises(gs.CollectiveTimeout):
+            future.result()
+        with pytest.raises(gs.CommunicatorClosed):
+            comm.barrier()
+
+
+@pytest.mark.ranks(2, on=("fake",), fresh=True, options=DEADLINE, environment={"CUDA_LAUNCH_BLOCKING": "1", **HANGS})
+@pytest.mark.parametrize("what", ["bucket", "collective"])
+def test_the_deadline_of_a_call_that_blocks_the_host(comm, what):
+    """With CUDA_LAUNCH_BLOCKING=1, as hints at failed GPUs advise: the host itself waits for the other rank."""
+    callback, array = gs.AllreduceCallback("sum", comm, threshold_bytes=1), full(1, 10)
+
+    def reduce():
+        callback("a", array) if what == "bucket" else comm.all_reduce(array)
+
+    reduce()
+    callback.flush()
+    if comm.rank == 0:
+        with pytest.raises(gs.CollectiveTimeout):
+            reduce()
+    else:
+        agree_and_not_come()
+        reduce()
+        assert isinstance(failure_of(comm), gs.CollectiveTimeout)
+
+
+@stuck_with_deadline
+def test_the_deadline_of_a_first_contact(comm):
+    """NCCL connects the ranks at their first collective, while the host waits."""
+    if comm.rank == 1:
+        agree_and_not_come()
+    with pytest.raises(gs.CollectiveTimeout):
+        comm.all_reduce(full(1, 3))
+        raise failure_of(comm)
+
+
+@stuck_with_deadline
+def test_a_rank_that_does_not_call_is_named_to_all(comm):
+    comm.barrier()
+    if comm.rank == 0:
+        with pytest.raises(gs.CollectiveTimeout) as raised:
+            comm.all_reduce(full(1, 3))
+        assert raised.value.missing_ranks == (1,)
+    else:
+        assert failure_of(comm).missing_ranks == (1,)
+
+
+@pytest.mark.ranks(3, on=("fake",), fresh=True, environment=HANGS, options=DEADLINE)
+@pytest.mark.parametrize("what", ["message", "collective of a group"])
+def test_what_misses_a_rank_of_a_few_names_it_to_all(comm, what):
+    group = comm.new_group([0, 2])
+    if comm.rank == 0:
+        with pytest.raises(gs.CollectiveTimeout) as raised:
+            comm.recv(full(0, 3), 2) if what == "message" else group.all_reduce(full(1))
+        assert raised.value.missing_ranks == (2,)
+    else:
+        assert failure_of(comm).missing_ranks == (2,)
+
+
+def lose_a_rank_beside_a_stuck_collective(comm, folder, victim):
+    callback = gs.AllreduceCallback("sum", comm)
+    step(callback)[0].numpy()
+    meet(folder, comm, "the last collective of both has ended")
+    if comm.rank == victim:
+        agree_and_not_come()
+        step(callback)
+        hear(folder, "launched")
+        os.kill(os.getpid(), signal.SIGKILL)
+    future = step(callback)[0]
+    tell(folder, "launched")
+    with pytest.raises(gs.RankFailed) as raised:
+        future.numpy()
+        raise failure_of(comm)
+    assert raised.value.rank == victim
+    assert future.exception().rank == victim
+
+
+@pytest.mark.ranks(2, on=("fake",), environment=HANGS, ends={1: -signal.SIGKILL})
+def test_a_rank_that_dies_beside_a_stuck_collective_is_named(comm, tmp_path):
+    lose_a_rank_beside_a_stuck_collective(comm, tmp_path, 1)
+
+
+@pytest.mark.ranks(2, on=("fake",), environment=HANGS, ends={0: -signal.SIGKILL})
+def test_so_is_rank_0_which_made_the_unique_id(comm, tmp_path):
+    lose_a_rank_beside_a_stuck_collective(comm, tmp_path, 0)
+
+
+@pytest.mark.ranks(2, on=("fake",), fresh=True)
+@pytest.mark.parametrize("what", ["collective", "message", "group"])
+def test_a_rank_that_has_closed_is_named_to_who_still_needs_it(comm, tmp_path, what):
+    comm.barrier()
+    if comm.rank == 1:
+        comm.close()
+        tell(tmp_path, "closed")
+        hear(tmp_path, "failed")
+        return
+    hear(tmp_path, "closed")
+    calls = {
+        "collective": comm.barrier,
+        "message": lambda: comm.recv(full(0, 3), 1),
+        "group": lambda: comm.new_group([0, 1]),
+    }
+    with pytest.raises(gs.RankFailed) as raised:
+        calls[what]()
+    assert raised.value.rank == 1
+    tell(tmp_path, "failed")
+
+
+# -- Aborts -----------------------------------------------------------------------------------------------------------
+
+
+@stuck
+def test_an_abort_ends_a_stuck_collective_at_once(comm, tmp_path):
+    future = reduce_without_rank_1(comm, tmp_path)
+    if comm.rank == 1:
+        error = failure_of(comm)
+        assert isinstance(error, gs.RankFailed)
+        assert error.rank == 0
+        return
+    assert not future.done()
+    comm.abort("enough")
+    assert future.done()
+    assert isinstance(future.exception(), gs.CommunicatorClosed)
+    for call in (future.result, comm.barrier):
+        with pytest.raises(gs.CommunicatorClosed):
+            call()
+    gs.destroy_process_group()
+
+
+@pytest.mark.ranks(3, on=("fake",), fresh=True, environment=HANGS)
+def test_an_abort_names_its_culprit(comm):
+    if comm.rank == 1:
+        comm.abort("rank 2 told nonsense", culprit=2)
+    else:
+        assert failure_of(comm).rank == 2
+
+
+@stuck
+@pytest.mark.parametrize("what", ["objects", "new_group"])
+def test_another_thread_may_abort_what_waits_for_ranks(comm, what):
+    comm.barrier()
+    if comm.rank == 0:
+        assert isinstance(failure_of(comm), gs.RankFailed)
+        return
+    threading.Timer(0.1, comm.abort, ["enough"]).start()
+    with pytest.raises(gs.CommunicatorClosed):
+        comm.new_group([0, 1]) if what == "new_group" else comm.objects.all_gather(1)
+
+
+@pytest.mark.ranks(2, on=("fake",), fresh=True)
+def test_two_ranks_abort_for_reasons_of_their_own(comm):
+    """Who has heard of the other's first need not hear of it again."""
+    group = comm.split(color=0)
+    comm.barrier()
+    if comm.rank == 1:
+        wait_until(lambda: comm.closed and group.closed)
+        group.abort("enough, too")
+        group.close()
+        comm.close()
+    else:
+        group.abort("enough")
+
+
+@stuck
+@pytest.mark.parametrize("held", ["a call of NCCL", "the driver"])
+def test_an_abort_waits_for_no_call_that_does_not_return(comm, tmp_path, held):
+    """Another thread may be in NCCL for ever, or hold the driver's lock, as cudaFree does beside a hung kernel."""
+    import cupy
+
+    comm.barrier()
+    meet(tmp_path, comm, "both are ready")
+    if comm.rank == 1:
+        with pytest.raises(gs.RankFailed):
+            comm.barrier()
+        return
+    lifted, is_in_it, aborted = threading.Event(), threading.Event(), threading.Event()
+    abort, use = communicator_class().abort, cupy.cuda.Device.use
+
+    def block(*_):
+        is_in_it.set()
+        lifted.wait()
+
+    def noted(raw):
+        aborted.set()
+        abort(raw)
+
+    communicator_class().abort = noted
+    if held == "the driver":
+        cupy.cuda.Device.use = block
+    else:
+        communicator_class().allReduce = block
+        threading.Thread(target=comm.barrier, daemon=True).start()
+        is_in_it.wait()
+    comm.abort("enough")
+    assert aborted.wait(30)
+    cupy.cuda.Device.use = use
+    lifted.set()
+
+
+@stuck
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_memory_that_queued_work_writes_to_is_kept_after_an_abort(comm, tmp_path, kind):
+    """ncclCommAbort ends NCCL's own work, and not the copy of the result that is queued behind it."""
+    import cupy
+
+    def make():
+        return np.ones(4000) if kind == "host" else cupy.ones((400, 10)).T  # a layout that is written back
+
+    comm.asynchronous.all_reduce(make()).wait()
+    meet(tmp_path, comm, "both have reduced")
+    if comm.rank == 1:
+        agree_and_not_come()
+        comm.asynchronous.all_reduce(make()).wait()
+        assert isinstance(failure_of(comm), gs.RankFailed)
+        return
+    obstacles, all_reduce, abort = [], communicator_class().allReduce, communicator_class().abort
+    aborted = threading.Event()
+
+    def then_obstacle(raw, *arguments):
+        all_reduce(raw, *arguments)
+        obstacles.append(Obstacle(cupy.cuda.get_current_stream()))
+
+    def noted(raw):
+        abort(raw)
+        aborted.set()
+
+    communicator_class().allReduce, communicator_class().abort = then_obstacle, noted
+    array = make()
+    future = comm.asynchronous.all_reduce(array)
+    gone = weakref.ref(array)
+    del array
+    comm.abort("enough")
+    aborted.wait()
+    del future
+    gc.collect()
+    fresh = [cupy.full((400, 10), -7.0) for _ in range(20)]
+    pinned = [cupy.cuda.alloc_pinned_memory(4000 * 8) for _ in range(20)]
+    on_host = [np.frombuffer(memory, np.float64, 4000) for memory in pinned]
+    for values in on_host:
+        values[:] = -7
+    for obstacle in obstacles:
+        obstacle.lift()
+    cupy.cuda.Device().synchronize()
+    for values in (*fresh, *on_host):
+        assert_all(values, -7)
+    del comm  # the communicator remembers its last collective
+    wait_until(lambda: gc.collect() >= 0 and (kind == "host" or gone() is None))
+
+
+@pytest.mark.slow  # 10 s: how long close() waits
+@stuck
+def test_closing_beside_a_stuck_collective_fails_its_futures(comm, tmp_path):
+    future = reduce_without_rank_1(comm, tmp_path)
+    if comm.rank == 1:
+        assert isinstance(failure_of(comm), gs.GradsyncError)
+        return
+    for call in (comm.close, future.result):
+        with pytest.raises(gs.CollectiveTimeout):
+            call()
+
+
+# -- Errors of NCCL and of the GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, on=("fake",), fresh=True)
+def test_errors_of_nccl_have_its_code_and_name(comm):
+    from cupy.cuda import nccl
+
+    names = {1: "ncclUnhandledCudaError", 4: "ncclInvalidArgument", 5: "ncclInvalidUsage", 6: "ncclRemoteError"}
+    errors = {code: nccl.NcclError(code) for code in names}
+    names |= {7: "ncclInProgress", 8: "ncclTimeout"}  # which CuPy's own error does not know
+    errors |= {code: KeyError(code) for code in (7, 8)}
+    gs.destroy_process_group()
+    all_reduce = communicator_class().allReduce
+    for code, error in errors.items():
+
+        def refuse(*_, error=error):
+            raise error
+
+        with pytest.raises(gs.NcclError) as raised, gs.init_process_group("nccl") as comm:
+            communicator_class().allReduce = refuse
+            try:
+                comm.all_reduce(full(1, 3))
+            finally:
+                communicator_class().allReduce = all_reduce
+                with pytest.raises(gs.CommunicatorClosed):
+                    comm.barrier()
+        assert (raised.value.code, raised.value.name) == (code, names[code])
+
+
+@pytest.mark.ranks(2, on=("fake",), fresh=True)
+@pytest.mark.parametrize("how", ["refuses a call", "fails later", "GPU"])
+def test_the_other_ranks_are_told_whose_nccl_or_gpu_has_failed(comm, tmp_path, how):
+    from cupy.cuda import Stream, nccl
+
+    comm.barrier()
+    array, producer = full(1, 3), side_stream()
+    with Obstacle(producer):
+        with producer:
+            future = comm.asynchronous.all_reduce(array)
+        meet(tmp_path, comm, "both have launched")
+        if comm.rank == 1:
+            if how == "refuses a call":
+                comm.all_reduce(array)
+            error = failure_of(comm)
+            assert isinstance(error, gs.RankFailed)
+            assert error.rank == 0
+            return
+
+        def fail(*_):
+            raise nccl.NcclError(4)
+
+        if how == "refuses a call":
+            communicator_class().allReduce = fail
+            with pytest.raises(gs.NcclError) as raised:
+                comm.all_reduce(array)
+            assert raised.value.code == 4
+            with pytest.raises(gs.CommunicatorClosed):
+                future.result()
+            return
+        if how == "fails later":
+            communicator_class().check_async_error = fail
+            wait_until(future.done)
+        else:
+            Stream(non_blocking=True).launch_host_func(fail, None)
+            wait_until(future.done)
+        with pytest.raises(gs.NcclError) as raised:
+            future.result()
+        assert raised.value.code == (1 if how == "GPU" else 4)
+
+
+@pytest.mark.ranks(2, on=("fake",), fresh=True)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_whatever_ends_a_group_of_calls_leaves_none_open(comm, error):
+    from cupy.cuda import nccl
+
+    source = full(1, 10)
+    comm.all_to_all(source)
+    send = communicator_class().send
+
+    def interrupt(*_):
+        communicator_class().send = send
+        raise error
+
+    communicator_class().send = interrupt
+    with pytest.raises(error):
+        comm.all_to_all(source)
+    with pytest.raises(nccl.NcclError):
+        nccl.groupEnd()
+    comm.abort("a call was interrupted")
+
+
+# -- Beginnings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, on=("fake",), environment=HANGS)
+@pytest.mark.parametrize("how", ["has no such device", "fails in ncclCommInitRank"])
+def test_a_rank_that_cannot_begin_is_named_and_the_ranks_may_try_again(rank, how):
+    from cupy.cuda import nccl
+
+    init, device = communicator_class().__init__, None
+
+    def fail(*_):
+        raise nccl.NcclError(2)
+
+    if rank == 1 and how == "has no such device":
+        device = "cuda:99"
+    elif rank == 1:
+        communicator_class().__init__ = fail
+    own = gs.BackendUnavailable if how == "has no such device" else gs.NcclError
+    with pytest.raises(own if rank == 1 else gs.RankFailed) as raised:
+        gs.init_process_group("nccl", device=device, timeout_seconds=60)
+    assert rank == 1 or raised.value.rank == 1
+    assert not gs.is_initialized()
+    communicator_class().__init__ = init
+    with gs.init_process_group("nccl") as comm:
+        comm.barrier()
+
+
+@pytest.mark.ranks(2, on=("fake",), environment=HANGS, ends={1: -signal.SIGKILL})
+def test_a_rank_that_dies_in_ncclcomminitrank_is_named(rank):
+    if rank == 1:
+        communicator_class().__init__ = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(gs.RankFailed) as raised:
+        gs.init_process_group("nccl", timeout_seconds=60)
+    assert raised.value.rank == 1
+
+
+@pytest.mark.ranks(2, on=("fake",), environment=HANGS)
+def test_ncclcomminitrank_has_a_deadline(rank, tmp_path):
+    from cupy.cuda import nccl
+
+    def come_late(*_):
+        hear(tmp_path, "rank 0 has failed")
+        raise nccl.NcclError(6)
+
+    if rank == 1:
+        communicator_class().__init__ = come_late
+    with pytest.raises(gs.GradsyncError) as raised:
+        gs.init_process_group("nccl", timeout_seconds=1.0)
+    if rank == 0:
+        assert isinstance(raised.value, gs.RendezvousTimeout)
+        tell(tmp_path, "rank 0 has failed")
+
+
+@pytest.mark.ranks(2, on=("fake",), environment=HANGS)
+def test_a_rank_that_can_start_no_thread_says_so_and_the_ranks_may_try_again(rank):
+    """At each thread that gradsync starts, one after the other."""
+    start = threading.Thread.start
+    made = []  # keeps CuPy's communicators, as a program that keeps the error does
+    init = communicator_class().__init__
+
+    def initialize(raw, *arguments):
+        made.append(raw)
+        init(raw, *arguments)
+
+    communicator_class().__init__ = initialize
+    refused_at, begun = 0, False
+    while not begun:
+        left = refused_at
+
+        def start_or_refuse(thread):
+            nonlocal left
+            if thread.name.startswith("gradsync"):
+                left -= 1
+                if left == -1:
+                    raise RuntimeError("can't start new thread")
+            start(thread)
+
+        if rank == 1:
+            threading.Thread.start = start_or_refuse
+        try:
+            with gs.init_process_group("nccl", timeout_seconds=60) as comm:
+                threading.Thread.start = start
+                comm.barrier()
+                begun = left >= 0
+                begun = comm.objects.broadcast(begun, root=1)
+        except (RuntimeError, gs.GradsyncError) as error:
+            threading.Thread.start = start
+            assert "can't start new thread" in str(error)
+        refused_at += 1
+    assert refused_at > 3
+
+
+@pytest.mark.ranks(on={"fake": (1, 2), "gpu": (1, 2)}, fresh=True)
+def test_generation_after_generation(comm):
+    options = {"allow_shared_gpu": True}
+    for generation in range(3):
+        array = full(comm.rank + generation)
+        comm.all_reduce(array)
+        assert_all(array, total(comm, generation))
+        gs.destroy_process_group()
+        with pytest.raises(gs.CommunicatorClosed):
+            comm.barrier()
+        comm = gs.init_process_group("nccl", **options)
+    gs.destroy_process_group()
+
+
+# -- Ends -------------------------------------------------------------------------------------------------------------
+
+
+def note_ends():
+    """The communicators of CuPy's that are ended from now on: by which method."""
+    ends, raw = [], communicator_class()
+    for name in ("abort", "destroy"):
+
+        def end(self, name=name, method=getattr(raw, name)):  # noqa: B008
+            if self.comm:
+                ends.append(name)
+            method(self)
+
+        setattr(raw, name, end)
+    return ends
+
+
+@pytest.mark.ranks(2, on=("fake",), fresh=True, environment=HANGS)
+def test_a_communicator_that_nobody_has_any_more_ends_and_the_world_goes_on(comm):
+    ends, before = note_ends(), threading.active_count()
+    for number in range(3):
+        group = comm.new_group(range(comm.world_size))
+        group.barrier()
+        comm.barrier()
+        del group
+        wait_until(lambda number=number: gc.collect() >= 0 and len(ends) > number)
+    comm.barrier()
+    assert_all(comm.all_reduce(full(1)), comm.world_size)
+    wait_until(lambda: threading.active_count() <= before + 2)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="until NCCL is rebuilt")
+@pytest.mark.ranks(2, on=("fake",), fresh=True)
+def test_it_is_destroyed_since_other_ranks_may_still_read_its_memory(comm):
+    ends = note_ends()
+    group = comm.new_group([0, 1])
+    group.barrier()
+    comm.barrier()
+    del group
+    wait_until(lambda: gc.collect() >= 0 and ends)
+    comm.barrier()
+    assert ends == ["destroy"]
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="until NCCL is rebuilt")
+@pytest.mark.ranks(2, on=("fake",), fresh=True)
+def test_no_rank_but_0_makes_a_context_on_gpu_0(comm):
+    """Half a GB of its memory each, and an error where the GPU is exclusive to one process."""
+    from cupy.cuda._devices import contexts
+
+    comm.all_reduce(full(1))
+    callback = gs.AllreduceCallback("sum", comm)
+    callback.flush()
+    assert contexts == {comm.rank}
+
+
+@pytest.mark.ranks(2, on=("fake",))
+@pytest.mark.parametrize("stride", [23, pytest.param(5, marks=pytest.mark.slow)])
+def test_the_garbage_collector_may_end_a_communicator_anywhere(comm, stride):
+    """Also where a thread has just taken a lock to send a message."""
+    gc.disable()
+    number, call, has_struck = 0, 0, True
+
+    def strike(_frame, event, _argument):
+        nonlocal call, forgotten
+        call += event == "call"
+        if call == number and forgotten:
+            forgotten = []
+            gc.collect()
+
+    while has_struck:
+        forgotten = [comm.split(color=0)]
+        comm.barrier()
+        gc.freeze()  # what is looked at then is little
+        number, call = number + stride, 0
+        sys.setprofile(strike)
+        comm.objects.all_gather(number)
+        sys.setprofile(None)
+        has_struck = any(comm.objects.all_gather(not forgotten))
+    gc.unfreeze()
+    gc.enable()
+    assert number > 50
+
+
+@pytest.mark.ranks(on={"fake": (2,), "gpu": (2,)}, fresh=True)
+def test_a_forked_child_cannot_use_it_and_does_not_harm_it(comm):
+    array = full(1, 3)
+    comm.all_reduce(array)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with pytest.raises(gs.CommunicatorClosed):
+                comm.all_reduce(np.ones(3))
+            comm.close()
+            comm.abort("in the child")
+            gs.destroy_process_group()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    comm.all_reduce(array)
+    assert_all(array, comm.world_size**2)
+
+
+@pytest.mark.ranks(3, on=("fake",), fresh=True, environment=HANGS)
+def test_a_slow_done_callback_keeps_no_failure_from_being_noticed(comm, tmp_path):
+    """A failure ends work of several communicators: callbacks of the first keep nobody from the second."""
+    groups = [comm.new_group(range(comm.world_size)) for _ in range(2)]
+    is_in_it, goes_on, called, producer = threading.Event(), threading.Event(), [], side_stream()
+
+    def dawdle(_):
+        called.append(threading.get_ident())
+        is_in_it.set()
+        goes_on.wait()
+
+    callbacks = [gs.AllreduceCallback("sum", group) for group in groups]
+    for group, callback in zip(groups, callbacks, strict=True):
+        step(callback)
+        group.barrier()
+    with Obstacle(producer):
+        with producer:
+            for group, callback in zip(groups, callbacks, strict=True):
+                group.asynchronous.all_reduce(full(0)).add_done_callback(dawdle)
+                step(callback)[0].add_done_callback(dawdle)
+        meet(tmp_path, comm, "all have launched")
+        if comm.rank == 0:
+            comm.abort("enough")
+        wait_until(lambda: comm.closed and all(group.closed for group in groups))
+        is_in_it.wait()
+    goes_on.set()
+    wait_until(lambda: len(called) == 4)
+    assert threading.get_ident() not in called
+    assert len(set(called)) == 1
+    for group in (*groups, comm):  # which tells who has not been told
+        with contextlib.suppress(gs.RankFailed):
+            group.close()
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="until NCCL is rebuilt")
+@pytest.mark.slow  # 5 s until it fails
+@stuck
+def test_failures_are_noticed_while_the_driver_answers_no_question(comm, tmp_path):
+    """cudaEventQuery may wait for a lock of the driver's, which a hung kernel keeps: look for failures first."""
+    import cupy
+
+    future = reduce_without_rank_1(comm, tmp_path)
+    if comm.rank == 1:
+        comm.abort("enough")
+        return
+    lifted, failed, query = threading.Event(), threading.Event(), cupy.cuda.runtime.eventQuery
+    future.add_done_callback(lambda _: failed.set())
+
+    def ask(event):
+        lifted.wait()
+        return query(event)
+
+    cupy.cuda.runtime.eventQuery = ask
+    noticed = failed.wait(5)
+    lifted.set()
+    assert noticed
