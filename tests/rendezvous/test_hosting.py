@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import random
 import socket
 import stat
 import subprocess
@@ -22,9 +24,13 @@ OUTSIDE = "127.0.0.1"
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    """A port that is free, as the next one is; below those that the kernel gives to connections."""
+    while True:
+        port = random.SystemRandom().randrange(12_000, 30_000)
+        with socket.socket() as probe, socket.socket() as beside, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            beside.bind(("", port + 1))
+            return port
 
 
 def become(**variables):
@@ -87,6 +93,12 @@ LAUNCHERS = {
 @pytest.fixture
 def port():
     return free_port()
+
+
+@pytest.fixture
+def taken_port():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield other.getsockname()[1]
 
 
 @pytest.mark.ranks(2)
@@ -198,18 +210,16 @@ def test_a_run_across_machines_needs_a_secret(alone, address):
 
 
 @pytest.mark.parametrize("how", ["address=", "GRADSYNC_ADDRESS", "MASTER_PORT"])
-def test_a_taken_port_is_an_error_that_says_where_the_port_came_from(alone, how):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        alone(**by_hand(0, 2))
-        if how == "GRADSYNC_ADDRESS":
-            alone(GRADSYNC_ADDRESS=f"127.0.0.1:{port}")
-        elif how == "MASTER_PORT":
-            alone(MASTER_ADDR="127.0.0.1", MASTER_PORT=port - 1)
-        address = {"address": f"127.0.0.1:{port}"} if how == "address=" else {}
-        with pytest.raises(gs.RendezvousError, match=how) as raised:
-            gs.init_process_group("shm", timeout_seconds=5.0, **address)
-        assert not isinstance(raised.value, gs.RendezvousTimeout)
+def test_a_taken_port_is_an_error_that_says_where_the_port_came_from(alone, how, taken_port):
+    alone(**by_hand(0, 2))
+    if how == "GRADSYNC_ADDRESS":
+        alone(GRADSYNC_ADDRESS=f"127.0.0.1:{taken_port}")
+    elif how == "MASTER_PORT":
+        alone(MASTER_ADDR="127.0.0.1", MASTER_PORT=taken_port - 1)
+    address = {"address": f"127.0.0.1:{taken_port}"} if how == "address=" else {}
+    with pytest.raises(gs.RendezvousError, match=how) as raised:
+        gs.init_process_group("shm", timeout_seconds=5.0, **address)
+    assert not isinstance(raised.value, gs.RendezvousTimeout)
 
 
 def test_a_rank_whose_rank_0_does_not_come_names_it(alone):
@@ -282,16 +292,9 @@ def test_a_rank_that_dials_in_vain_says_so_every_few_seconds(alone, secret_file,
 
 @pytest.mark.ranks(2)
 @pytest.mark.xfail(strict=True, raises=gs.RendezvousError, reason="until rendezvous is rebuilt: MASTER_PORT + 1")
-def test_neighbouring_jobs_of_torchrun_do_not_collide(rank, port, tmp_path):
+def test_neighbouring_jobs_of_torchrun_do_not_collide(rank, taken_port, tmp_path):
     """The job with the next MASTER_PORT has its store there."""
     tmp_path.chmod(0o700)
-    become(**torchrun(rank, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port), XDG_RUNTIME_DIR=tmp_path)
-    ready = tmp_path / "ready"
-    with socket.socket() as neighbour:
-        if rank == 0:
-            neighbour.bind(("127.0.0.1", port + 1))
-            neighbour.listen()
-            ready.touch()
-        wait_until(ready.exists)
-        with gs.init_process_group("shm", timeout_seconds=60 if rank == 0 else 5) as comm:
-            comm.barrier()
+    become(**torchrun(rank, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=taken_port - 1), XDG_RUNTIME_DIR=tmp_path)
+    with gs.init_process_group("shm", timeout_seconds=60 if rank == 0 else 5) as comm:
+        comm.barrier()

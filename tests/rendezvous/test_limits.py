@@ -194,69 +194,6 @@ def test_whatever_a_member_says_ends_its_own_connection_at_most(address, kind, b
         peer.rest()
 
 
-STEPS = st.one_of(
-    st.tuples(st.just(Kind.SET), st.sampled_from("ab"), st.binary(max_size=3)),
-    st.tuples(st.just(Kind.GET), st.sampled_from("ab"), st.none() | st.integers(0, 3)),
-    st.tuples(st.just(Kind.DELETE), st.sampled_from("ab")),
-    st.tuples(
-        st.just(Kind.EXCHANGE),
-        st.sampled_from("ab"),
-        st.sampled_from([None, [], [0], [0, 1], [1], [0, 5]]),
-        st.binary(max_size=3),
-    ),
-    st.tuples(
-        st.just(Kind.LEAVE),
-        st.sampled_from(["a", "b", ""]),
-        st.sampled_from([None, [], [0], [1], [0, 5]]),
-        st.integers(0, 3),
-    ),
-    st.tuples(st.just(Kind.LEFT_RANKS), st.sampled_from("ab"), st.sampled_from([None, [], [0, 1], [0, 5]])),
-    st.tuples(st.just(Kind.CANCEL), st.integers(0, 12)),
-    st.tuples(st.just(Kind.REPORT_FAILURE), st.text(max_size=3), st.none() | st.integers(0, 3)),
-    st.tuples(st.just(Kind.HEARTBEAT), st.dictionaries(st.sampled_from("ab"), st.integers(0, 3))),
-    st.tuples(
-        st.just(Kind.STUCK),
-        st.sampled_from("ab"),
-        st.sampled_from([None, [], [0, 1], [0, 5]]),
-        st.integers(0, 3),
-        st.text(max_size=3),
-        st.integers(0, 9),
-        st.sampled_from([None, [], [0], [1], [5]]),
-        st.booleans(),
-    ),
-    st.tuples(st.just(Kind.STATUS), st.just({"a": [1, [[1, 7, "barrier", True]]]}), st.text(max_size=3)),
-    st.tuples(st.just(Kind.JOIN), st.integers(0, 3), st.integers(0, 3), st.just("m"), st.just("h"), st.just(0)),
-)
-
-
-@settings(max_examples=100)
-@given(steps=st.lists(st.tuples(st.integers(0, 1), STEPS), max_size=12))
-def test_any_order_of_valid_messages_leaves_the_server_well(two_ranks, steps):
-    """Whatever two ranks have said, two others can join after them."""
-    peers = [Peer.of_client(two_ranks) for _ in range(2)]
-    with contextlib.ExitStack() as stack:
-        for rank, peer in enumerate(peers):
-            stack.enter_context(peer)
-            peer.send(Kind.JOIN, rank, 2, "machine", "host", 0)
-        for peer in peers:
-            assert peer.answer().kind == Kind.REPLY
-        for rank, step in steps:
-            with contextlib.suppress(OSError):
-                peers[rank].send(*step)
-        for peer in peers:
-            with contextlib.suppress(OSError):
-                peer.stream.shutdown(socket.SHUT_WR)
-        for peer in peers:
-            peer.rest()
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    with RendezvousServer(2, secret=SECRET) as server:
-        yield server.address
-        assert on_each(join_all(server, 2), lambda client: (client.barrier(), client.close())) == [(None, None)] * 2
-
-
 @settings(max_examples=50)
 @given(answer=st.binary(min_size=41, max_size=400))
 def test_whatever_answers_a_client_s_hello_is_a_typed_error(answer):
