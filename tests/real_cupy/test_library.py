@@ -64,9 +64,9 @@ def test_each_result_of_nccl_is_an_error_with_its_code_and_name(comm, code) -> N
     group.close()
 
 
-@pytest.mark.ranks(3, on=("cupy",), fresh=True)
-def test_a_real_communicator_fails_with_the_words_of_nccl_on_all_ranks(rank) -> None:
-    """The real NCCL finds no GPU behind the stub of the driver."""
+@pytest.mark.ranks(1, on=("cupy",), fresh=True)
+def test_a_real_communicator_fails_with_the_words_of_nccl(rank) -> None:
+    """The real NCCL finds no GPU behind the stub of the driver. Of several ranks the others might hear of it first."""
     from cupy.cuda import nccl
 
     from real_cupy import nccl_between_processes as ours
