@@ -34,7 +34,7 @@ def fill(comm, buffers, number):
         buffers[name][...] = arrays_of(comm).put(values)
 
 
-@pytest.mark.ranks(1, 2, 3, on=("shm", "fake", "gpu"))
+@pytest.mark.ranks(on={"shm": (2, 3), "fake": (2,), "gpu": (2,)})
 @pytest.mark.parametrize("threshold_bytes", THRESHOLDS)
 def test_results_lie_in_the_buckets_wherever_gradients_come_from(comm, threshold_bytes):
     """Written where they live, handed over from elsewhere, by turns; in another order on each rank."""

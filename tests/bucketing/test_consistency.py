@@ -24,7 +24,7 @@ def arrays_to_compare():
     }
 
 
-@pytest.mark.ranks(1, 3, on=("shm", "fake", "gpu"))
+@pytest.mark.ranks(on={"shm": (3,), "fake": (2,), "gpu": (2,)})
 def test_equal_arrays_pass_in_every_form(comm):
     arrays = arrays_of(comm)
     mine = {name: arrays.put(array) for name, array in arrays_to_compare().items()}
@@ -59,7 +59,7 @@ DIFFERENCES = [
 ]
 
 
-@pytest.mark.ranks(2, 3, on=("shm", "fake", "gpu"))
+@pytest.mark.ranks(on={"shm": (2, 3), "fake": (2,), "gpu": (2,)})
 def test_the_first_array_that_differs_is_named_on_every_rank(comm):
     arrays = arrays_of(comm)
     for changed, name in DIFFERENCES:
@@ -101,7 +101,7 @@ def warnings_of(comm, parameters, arrays, **options):
     return lines
 
 
-@pytest.mark.ranks(2, 3, on=("shm", "fake"))
+@pytest.mark.ranks(on={"shm": (2, 3), "fake": (2,)})
 def test_parameters_that_differ_before_the_first_step_are_named_once_on_rank_0(comm):
     arrays, last = arrays_of(comm), comm.rank == comm.world_size - 1
     weights = {

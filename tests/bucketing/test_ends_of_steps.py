@@ -69,8 +69,7 @@ def fail_in_the_middle(comm, mode, where, error):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("error", [ValueError("no such batch"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("where", [0, 2])
+@pytest.mark.parametrize(("error", "where"), [(ValueError("no such batch"), 0), (KeyboardInterrupt(), 2)], ids=repr)
 def test_an_exception_in_backward_reaches_the_other_ranks(run_in_group, mode, error, where):
     told, raised, also_told = run_in_group(3, fail_in_the_middle, mode, where, error)
     assert told[0] == also_told[0] == "told"
@@ -79,7 +78,7 @@ def test_an_exception_in_backward_reaches_the_other_ranks(run_in_group, mode, er
 
 
 @pytest.mark.ranks(2, on=("fake",), fresh=True)  # NCCL's communicators of one process fail together
-@pytest.mark.parametrize("mode", ["plain", "views", "hook"])
+@pytest.mark.parametrize("mode", ["plain", "views"])
 def test_an_exception_in_backward_reaches_the_other_gpus(comm, mode):
     outcome, _ = fail_in_the_middle(comm, mode, 2, ValueError("no such batch"))
     assert outcome == ("raised" if comm.rank else "told")
@@ -98,7 +97,7 @@ def test_an_exception_cancels_and_the_next_step_is_right(alone, mode):
         assert all((result == 3).all() for result in results.values())
 
 
-@pytest.mark.ranks(3, on=("shm", "fake"), ends={1: -signal.SIGKILL})
+@pytest.mark.ranks(on={"shm": (3,), "fake": (2,)}, ends={1: -signal.SIGKILL})
 def test_a_killed_rank_is_named_on_the_others(comm):
     arrays, sync = arrays_of(comm), make(comm, "plain")
     with pytest.raises(gs.RankFailed) as raised:
@@ -248,9 +247,7 @@ how = sys.argv[1]
 with_block = gs.init_process_group("local")
 sync = gs.AllreduceCallback()
 sync("weights", np.ones(3))
-if how == "flushed":
-    sync.flush()
-elif how == "aborted":
+if how == "aborted":
     with_block.abort("enough")
 elif how == "raises":
     raise KeyError("lost")
@@ -261,8 +258,6 @@ elif how == "destroys while it raises":
         raise KeyError("lost")
     finally:
         gs.destroy_process_group()
-elif how == "destroys":
-    gs.destroy_process_group()
 elif how == "forks":
     pid = os.fork()
     if pid == 0:
@@ -278,8 +273,6 @@ print("the last line")
     [
         ("ends", 0, True),
         ("exits", 3, True),
-        ("destroys", 1, True),
-        ("flushed", 0, False),
         ("aborted", 0, False),
         ("forks", 0, False),
         ("raises", 1, False),  # what it raises says more
@@ -290,7 +283,7 @@ def test_the_end_of_a_program_tells_of_forgotten_gradients(cli, script, how, cod
     done = cli.python("-W", "ignore::DeprecationWarning", script(SCRIPT), how)
     assert done.code == code, done
     assert ("'weights'" in done.err) == is_told, done
-    assert ("the last line" in done.out) == (how in ("ends", "flushed", "aborted", "forks"))
+    assert ("the last line" in done.out) == (how in ("ends", "aborted", "forks"))
     assert ("KeyError: 'lost'" in done.err) == ("raises" in how)
 
 

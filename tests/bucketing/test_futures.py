@@ -35,7 +35,7 @@ def in_thread(function):
     return answers.get()
 
 
-@pytest.mark.ranks(1, 2, on=("shm", "fake", "gpu"))
+@pytest.mark.ranks(2, on=("shm", "fake", "gpu"))
 def test_not_ready_before_its_value_is(comm):
     arrays = arrays_of(comm)
     sync = gs.AllreduceCallback("sum", comm)

@@ -161,7 +161,7 @@ def test_a_gradient_may_have_another_shape_and_dtype_in_the_next_step(alone):
         assert step(sync, {"w": changed})["w"].shape == changed.shape
 
 
-@pytest.mark.ranks(1, 2, on=("shm", "fake", "gpu"))
+@pytest.mark.ranks(2, on=("shm", "fake", "gpu"))
 def test_numbers_are_gradients(comm):
     """The future gives their result: a 0-d array of their dtype."""
     arrays, sync = arrays_of(comm), gs.AllreduceCallback("sum", comm)
@@ -277,7 +277,7 @@ def test_missing_names_are_named_and_counted(alone):
         sync.flush()
 
 
-@pytest.mark.ranks(2, 3, on=("shm", "fake", "gpu"))
+@pytest.mark.ranks(on={"shm": (2, 3), "fake": (2,), "gpu": (2,)})
 def test_an_empty_step_with_missing_zero_reduces_zeros(comm):
     arrays = arrays_of(comm)
     sync = gs.AllreduceCallback("mean", comm, parameters=PARAMETERS, missing="zero")

@@ -196,7 +196,7 @@ WAYS = {
 }
 
 
-@pytest.mark.ranks(3, on=("shm", "fake"))
+@pytest.mark.ranks(on={"shm": (3,), "fake": (2,)})
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("right_steps", [0, 2])
 def test_callbacks_that_are_used_crosswise_are_a_mismatch(comm, way, right_steps):
@@ -273,7 +273,7 @@ class InACircle:
         self.callback, self.itself = gs.AllreduceCallback("mean", comm), self
 
 
-@pytest.mark.ranks(2, 3, on=("shm", "fake"))
+@pytest.mark.ranks(on={"shm": (2, 3), "fake": (2,)})
 def test_callbacks_that_only_one_rank_makes_and_never_uses_are_no_mismatch(comm):
     spare = []
     for epoch in range(3):

@@ -18,7 +18,7 @@ dtypes = st.sampled_from(["float32", "float64", "float16"])
 specs = st.lists(st.tuples(shapes, dtypes), max_size=30).map(
     lambda rows: {f"p{i:02}": row for i, row in enumerate(rows)}
 )
-of_one_world = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+of_one_world = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def size_of(spec):

@@ -6,7 +6,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradsync as gs
@@ -34,6 +34,7 @@ examples = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_sample_is_dealt_out(run_on_ranks, ranks):
+    @settings(max_examples=20)
     @given(st.lists(examples, min_size=5, max_size=10))
     def run(several):
         for example, *by_rank in zip(several, *run_on_ranks(ranks, shards_of, several), strict=True):

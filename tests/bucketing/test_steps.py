@@ -178,10 +178,10 @@ def check(comm: Any, got: Any, wanted: Any, limit: float | None, norm: float | N
 
 
 PLACES = [
-    pytest.param("shm", 1, 20),
-    pytest.param("shm", 2, 50),
-    pytest.param("shm", 3, 40),
-    pytest.param("fake", 2, 20),
+    pytest.param("shm", 1, 10),
+    pytest.param("shm", 2, 40),
+    pytest.param("shm", 3, 25),
+    pytest.param("fake", 2, 12),
     pytest.param("mpi", 2, 30, marks=pytest.mark.mpi),
 ]
 

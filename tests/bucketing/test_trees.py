@@ -72,7 +72,7 @@ def leaves(value, path=()):
 # -- average_gradients -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(1, 2, 3, on=("shm", "fake", "gpu"))
+@pytest.mark.ranks(on={"shm": (2, 3), "fake": (2,), "gpu": (2,)})
 @pytest.mark.parametrize("op", ["mean", "SUM"])
 def test_every_array_is_averaged_and_every_container_kept(comm, op):
     arrays = arrays_of(comm)
@@ -109,7 +109,7 @@ def test_numbers_come_back_as_numbers_and_read_only_arrays_as_new_ones(comm):
     assert gs.average_gradients({"nothing": [None, ()]}) == {"nothing": [None, ()]}
 
 
-@pytest.mark.ranks(2, 3, on=("shm", "fake"))
+@pytest.mark.ranks(on={"shm": (2, 3), "fake": (2,)})
 def test_trees_that_differ_are_a_mismatch_and_nothing_is_written(comm):
     arrays = arrays_of(comm)
     put = lambda *shape: arrays.put(np.full(shape, float(comm.rank), np.float32))  # noqa: E731
@@ -160,7 +160,7 @@ def test_what_is_no_tree_of_gradients_is_refused(comm):
     assert gs.average_gradients({"a": weights})["a"] is weights
 
 
-@pytest.mark.ranks(1, 2, on=("shm", "fake"))
+@pytest.mark.ranks(2, on=("shm", "fake"))
 def test_a_callback_reduces_the_tree_with_its_options(comm):
     arrays = arrays_of(comm)
     sync = gs.AllreduceCallback("sum", clip_norm=5.0, threshold_bytes=64)
@@ -266,7 +266,7 @@ def bits_of(tree, arrays):
     return tree.state if isinstance(tree, Sampler) else (type(tree).__name__, tree)
 
 
-@pytest.mark.ranks(1, 2, 3, on=("shm", "fake", "gpu"))
+@pytest.mark.ranks(on={"shm": (2, 3), "fake": (2,), "gpu": (2,)})
 def test_all_ranks_get_the_roots_state(comm):
     arrays = arrays_of(comm)
     for root in range(comm.world_size):
@@ -284,7 +284,7 @@ def test_all_ranks_get_the_roots_state(comm):
     assert gs.broadcast_tree({}) == {}
 
 
-@pytest.mark.ranks(2, 3, on=("shm", "fake"))
+@pytest.mark.ranks(on={"shm": (2, 3), "fake": (2,)})
 def test_the_first_difference_of_a_tree_is_named_and_nothing_is_written(comm):
     arrays = arrays_of(comm)
     put = lambda *shape: arrays.put(np.full(shape, float(comm.rank), np.float32))  # noqa: E731
