@@ -10,6 +10,7 @@ When it has ended, the fixture looks whether any process that it started, howeve
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -133,6 +134,29 @@ class Commands:
     def _finish(self, process: Running, typed: str | None, timeout: float) -> Result:
         out, err = process.communicate(typed, timeout)
         return Result(process.returncode, out, err)
+
+
+def refusals(
+    commands: Commands, lines: dict[str, tuple[object, ...]], folder: Path
+) -> Iterator[tuple[str, int, str, str]]:
+    """Runs many command lines that are refused in one process, which is cheaper; gives for each its word and result."""
+    program = """if True:
+        import contextlib, io, json, sys
+        from gradsync.cli import main  # what the command `gradsync` calls
+        for line in json.loads(sys.argv[1]):
+            with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+                try:
+                    main(line, prog_name="gradsync")
+                    code = 0
+                except SystemExit as ended:
+                    code = ended.code
+            print(json.dumps([code, out.getvalue(), err.getvalue()]))
+        """
+    done = commands.python("-c", program, json.dumps([list(map(str, line)) for line in lines.values()]), cwd=folder)
+    results = [json.loads(line) for line in done.out.splitlines()]
+    assert len(results) == len(lines), done.err
+    for word, (code, out, err) in zip(lines, results, strict=True):
+        yield word, code, out, err
 
 
 def _with_input(typed: str | None, options: dict[str, Any]) -> dict[str, Any]:

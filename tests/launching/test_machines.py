@@ -9,7 +9,7 @@ import socket
 import pytest
 
 import gradsync as gs
-from commands import wait_until
+from commands import refusals, wait_until
 
 # Each rank meets the others, tells who it is, and does as it is told: "ROLE@RANK", for one rank, or "ROLE" for all.
 SCRIPT = """
@@ -108,13 +108,15 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("word", REFUSED)
-def test_options_that_do_not_fit_are_refused(word, cli, script, secret, tmp_path):
+def test_options_that_do_not_fit_are_refused(cli, script, secret, tmp_path):
     secret()
-    code, out, err = cli("run", "-n", 1, *REFUSED[word], script("print('started')"), cwd=tmp_path)
-    assert (code, out) == (2, "")
-    assert err.splitlines()[-1].startswith("gradsync: error: ")
-    assert word in err
+    path = script("print('started')")
+    for word, code, out, err in refusals(
+        cli, {word: ("run", "-n", 1, *REFUSED[word], path) for word in REFUSED}, tmp_path
+    ):
+        assert (code, out) == (2, "")
+        assert err.splitlines()[-1].startswith("gradsync: error: ")
+        assert word in err
 
 
 def test_one_machine_may_be_named(cli, script, secret):
@@ -163,7 +165,7 @@ def test_a_failure_ends_ranks_that_are_busy(culprit, machines):
     assert results[culprit].err.endswith("ValueError: boom\n")
 
 
-@pytest.mark.parametrize(("victim", "role"), [(0, "wait"), (1, "wait"), (0, "busy")])
+@pytest.mark.parametrize(("victim", "role"), [(0, "busy"), (1, "wait")])
 def test_a_launcher_that_is_killed_ends_the_other(victim, role, machines):
     run = machines()
     run.start_all(role)
@@ -174,7 +176,9 @@ def test_a_launcher_that_is_killed_ends_the_other(victim, role, machines):
     assert (f"the rendezvous server at {run.rendezvous} is gone" if victim == 0 else "rank 1/2") in err
 
 
-@pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("victim", "number"), [(1, signal.SIGINT), pytest.param(0, signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_signal_to_one_launcher_ends_both(victim, number, machines):
     run = machines()
     run.start_all("wait")
@@ -203,7 +207,7 @@ def test_machine_0_keeps_the_server_for_the_others_says_so_and_ends_at_a_signal(
             run.launchers[1].result()
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_late_machine_is_awaited(late, machines):
     run = machines(host="127.0.0.2")
     first = run.start(1 - late, "return")

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from commands import refusals
+
 RUN = ("run", "--no-prefix", "-n", 2)
 _UNTIL_REBUILT = {"strict": True, "raises": AssertionError, "reason": "until launching is rebuilt"}
 
@@ -25,6 +27,12 @@ def test_a_rank_is_the_script_as_python_runs_it_with_torchruns_variables(cli, sc
             open(f"/proc/{pid}/{name}", "rb").read()
             for pid in (os.getpid(), os.getppid()) for name in ("environ", "cmdline")
         )
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:"):
+                    shown += open(f"/proc/self/fd/{name}", "rb").read()  # through which the launcher gave it
+            except OSError:
+                pass
         code = "import os; print(sorted(os.listdir('/proc/self/fd'))[:-1])"
         inherited = subprocess.run([sys.executable, "-c", code], close_fds=False, stdout=subprocess.PIPE, text=True)
         found = {
@@ -42,7 +50,13 @@ def test_a_rank_is_the_script_as_python_runs_it_with_torchruns_variables(cli, sc
     )
     script("", "neighbour.py")
     variables = {name: None for name in os.environ if name.endswith("_NUM_THREADS")}
-    variables |= {"GRADSYNC_SECRET": "ab" * 32, "GRADSYNC_SECRET_FILE": "nowhere", "PMI_FD": "9"}
+    variables |= {
+        "GRADSYNC_SECRET": "ab" * 32,
+        "GRADSYNC_SECRET_FILE": "nowhere",
+        "PMI_FD": "9",
+        "PMIX_RANK": "0",
+        "HYDI_CONTROL_FD": "7",
+    }
     variables |= {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "7", "GRADSYNC_LOG": "info"}
     rest = ("--lr", "1", "-n", "7", "--help")
     python = ("-O", "-W", "error::UserWarning", "-m", "gradsync")
@@ -63,7 +77,7 @@ def test_a_rank_is_the_script_as_python_runs_it_with_torchruns_variables(cli, sc
         wanted |= {"MKL_NUM_THREADS": 7}
         assert {name: own.get(name) for name in wanted} == {name: str(value) for name, value in wanted.items()}
         assert own["MASTER_PORT"] != own["GRADSYNC_ADDRESS"].rpartition(":")[2]  # the user's, for a server of his own
-        assert not [name for name in own if "SECRET" in name or name == "PMI_FD"]
+        assert not [name for name in own if "SECRET" in name or name.startswith(("PMI", "HYDI"))]
     [told] = [line for line in done.err.splitlines() if "OPENBLAS_NUM_THREADS=3" in line]
     assert "OMP_NUM_THREADS=" not in told.replace("_OMP", "")  # only what nobody has set
 
@@ -123,13 +137,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("word", REFUSED)
-def test_what_cannot_run_is_refused_before_ranks_start(word, cli, script, tmp_path):
+def test_what_cannot_run_is_refused_before_ranks_start(cli, script, tmp_path):
     script("print('a rank has started')")
-    code, out, err = cli("run", *REFUSED[word], cwd=tmp_path)
-    assert (code, out) == (2, "")
-    assert err.splitlines()[-1].startswith("gradsync: error: ")
-    assert word in err
+    for word, code, out, err in refusals(cli, {word: ("run", *REFUSED[word]) for word in REFUSED}, tmp_path):
+        assert (code, out) == (2, "")
+        assert err.splitlines()[-1].startswith("gradsync: error: ")
+        assert word in err
 
 
 def test_gpus_are_those_of_the_ranks(cli, script):
