@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import gradsync as gs
 from commands import wait_until
+from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.server import RendezvousServer
 from rendezvous.clients import connect, join_all, on_each, thread_of, world
 from rendezvous.peer import SECRET, FakeServer, Kind, Peer, hello
@@ -192,6 +193,38 @@ def test_whatever_a_member_says_ends_its_own_connection_at_most(address, kind, b
                 peer.stream.sendall(peer.seal(kind, body=body))
             peer.stream.shutdown(socket.SHUT_WR)
         peer.rest()
+
+
+@pytest.mark.parametrize("where", ["a message", "an inspection"])
+def test_an_error_of_the_server_over_one_connection_ends_that_connection_alone(where, monkeypatch, caplog):
+    """Private names, because no message is known that the server fails over. One was: the run ended with its thread."""
+    handle = RendezvousCore.handle
+
+    def fail(*_):
+        raise OverflowError("over this connection")
+
+    def handle_or_fail(core, now, event):
+        return (
+            fail() if "poison" in getattr(getattr(event, "message", None), "fields", ()) else handle(core, now, event)
+        )
+
+    if where == "a message":
+        monkeypatch.setattr(RendezvousCore, "handle", handle_or_fail)
+    else:
+        monkeypatch.setattr("gradsync.rendezvous.server.inspect_peer", fail)
+    with RendezvousServer(2, secret=SECRET) as server:
+        with Peer.of_client(server.address) as peer, thread_of(lambda: peer.join(1, 2, pid=os.getpid())) as joined:
+            client = connect(server, 0, 2)
+            joined()
+            if where == "a message":
+                peer.send(Kind.SET, "poison", b"")
+            with pytest.raises(gs.RankFailed) as raised:
+                client.get("nothing")
+            assert raised.value.rank == 1
+            client.close()
+        monkeypatch.undo()
+        assert on_each(join_all(server, 2), lambda client: (client.barrier(), client.close())) == [(None, None)] * 2
+    wait_until(lambda: "OverflowError" in caplog.text)
 
 
 @settings(max_examples=50)
