@@ -73,6 +73,21 @@ def test_the_threshold_decides_the_number_of_collectives(comm, threshold_bytes, 
         assert sync.statistics.bytes_all_reduced == 14 * 400 * number
 
 
+@pytest.mark.ranks(2, on=("fake", "gpu"))
+def test_over_nccl_with_parameters_a_full_bucket_is_launched_while_gradients_are_to_come(comm):
+    put, names = arrays_of(comm).put, range(10)
+    parameters = dict.fromkeys(names, ((250,), "float32"))
+    sync = gs.AllreduceCallback("mean", comm, threshold_bytes=6 * 1000, parameters=parameters)
+    for _ in range(2):
+        before, launched = sync.statistics.all_reduces, []
+        for name in names:
+            sync(name, put(np.ones(250, np.float32)))
+            launched.append(sync.statistics.all_reduces - before)
+        sync.flush()
+        assert launched == [0] * 5 + [1] * 4 + [2]
+        assert sync.statistics.all_reduces - before == 2
+
+
 def test_a_gradient_above_the_threshold_goes_alone_and_leaves_the_others_together(alone):
     sync = gs.AllreduceCallback("sum", alone, threshold_bytes=80)
     buckets = buckets_of(sync, {name: np.ones(size) for name, size in zip("abcd", (3, 100, 4, 3), strict=True)})

@@ -208,6 +208,17 @@ def test_sums_of_integers_do_not_wrap(run_in_group):
         assert run_in_group(2, add) == [2**63] * 2
 
 
+@pytest.mark.slow  # needs PyTorch
+@pytest.mark.xfail(raises=AssertionError, reason=REASON)
+def test_a_tensor_whose_elements_share_memory_comes_back_as_a_tensor(run_on_ranks):
+    torch = pytest.importorskip("torch")
+
+    def average(comm):
+        return type(gs.average_gradients({"g": torch.ones(1).expand(3)}, communicator=comm)["g"]).__name__
+
+    assert run_on_ranks(2, average) == ["Tensor"] * 2
+
+
 def reduce_masked(comm):
     """Rank 1 has no valid sample."""
     loss = np.ma.array([6.0, 6.0], mask=[comm.rank == 1] * 2)
