@@ -1,4 +1,7 @@
-"""The cut of a list into chunks and slices, every element once, for every rank's view; and the order of the steps."""
+"""The cut of a list into chunks and slices, every element once, for every rank's view; and the order of the steps.
+
+By private names: that no rank touches memory which another is not done with shows from outside only as a rare race.
+"""
 
 from __future__ import annotations
 
