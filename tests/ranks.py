@@ -394,7 +394,10 @@ def _module(call: Call) -> Any:
 
 def _told(error: BaseException) -> tuple[BaseException | None, str]:
     """The error, if the other process can have it, and its traceback with the values of the test's own variables."""
-    lines = traceback.TracebackException.from_exception(error, capture_locals=True)
+    try:
+        lines = traceback.TracebackException.from_exception(error, capture_locals=True)
+    except Exception:  # the repr of one of them failed
+        lines = traceback.TracebackException.from_exception(error)
     for frame in lines.stack:
         if not frame.filename.startswith(str(TESTS)) or frame.filename == __file__:
             frame.locals = None

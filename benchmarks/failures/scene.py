@@ -19,8 +19,7 @@ from failures.diary import FAULT, FOLDER_VARIABLE, KEPT, READY, Diary, Note
 from failures.leftovers import await_end, describe_process, files_of_runs, marked_processes, open_ports
 
 _BENCHMARKS = Path(__file__).parent.parent
-_TESTS = _BENCHMARKS.parent / "tests"
-_IMPORTED = (_BENCHMARKS, _TESTS, _TESTS / "prove" / "partitions")  # from which a scene's processes import
+_IMPORTED = (_BENCHMARKS,)  # from which a scene's processes import
 _LIMIT_SECONDS = 40.0  # far above what any failure takes; a hang takes longer
 _LEAVE_SECONDS = 5.0  # after the end of the run: what still exists then is left behind
 _KILLED_SECONDS = 2.0  # for killed processes to end
