@@ -1,4 +1,4 @@
-"""Real processes fail: each fault at each point of a run, the culprit is named, the others raise, and nothing is left."""
+"""Real processes fail, each fault at each point of a run: the culprit is named, the others raise, nothing is left."""
 
 from __future__ import annotations
 

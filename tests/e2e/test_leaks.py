@@ -1,4 +1,4 @@
-"""Communicators, process groups and callbacks that come and go leave nothing: descriptors, mappings, threads, children."""
+"""Groups, process groups and callbacks that come and go leave nothing: descriptors, mappings, threads, children."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Random programs of callbacks, collectives and groups against a NumPy model; in some of them one rank makes a mistake.
 
 A program is a list of operations that all ranks run. Each computes on its own what all others contributed, and compares
-every number with NumPy in float64, and its bits with those of the other ranks. Where a mistake was planted, every rank that
-takes part in that operation must raise PlanMismatch, no other may notice, and the communicators go on.
+every number with NumPy in float64, and its bits with those of the other ranks. Where a mistake was planted, every rank
+that takes part in that operation must raise PlanMismatch, no other may notice, and the communicators go on.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from arrays import FLOATS, INTEGERS, TOLERANCE, arrays_of, assert_close, contrib
 
 SHAPES = [(), (0, 3), (1,), (7,), (3, 5), (2, 1, 4), (33, 3), (700,), (70_001,)]
 OPS = {
-    **dict.fromkeys(FLOATS, ["sum", "mean", "prod", "min", "max"]),
-    **dict.fromkeys(("complex64", "complex128"), ["sum", "mean", "prod"]),
-    **dict.fromkeys(INTEGERS, ["sum", "prod", "min", "max"]),
-    "bool": ["min", "max"],
+    **dict.fromkeys(FLOATS, ("sum", "mean", "prod", "min", "max")),
+    **dict.fromkeys(("complex64", "complex128"), ("sum", "mean", "prod")),
+    **dict.fromkeys(INTEGERS, ("sum", "prod", "min", "max")),
+    "bool": ("min", "max"),
 }
 
 
@@ -410,7 +410,7 @@ def run_program(comm: Any, program: Program) -> None:
         Rank(world).run(program)
 
 
-# -- In pytest ----------------------------------------------------------------------------------------------------------
+# -- In pytest --------------------------------------------------------------------------------------------------------
 
 SIZES = {"shm": 3, "fake": 2}
 
