@@ -110,6 +110,8 @@ class CoreMachine(RuleBasedStateMachine):
         if how == "leave":
             self.send(connection, FrameType.LEAVE, THE_WORLD, None, 0)
             self.model.leave(rank)
+            if culprit is not None:  # who reads what the rank that left was to set
+                self.get(culprit, "b", rank)
         elif how == "die":
             self.handle(Lost(connection, "reset"))
             self.model.lose(rank)

@@ -216,6 +216,7 @@ class VirtualSocket:
     def _check_open(self) -> None:
         if self.is_closed:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        assert self._is_shut or self._timeout == 0.0, "a call that may block the thread"
 
 
 def join(link: Link, one: VirtualSocket, other: VirtualSocket) -> None:

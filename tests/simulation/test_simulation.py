@@ -144,6 +144,7 @@ def test_an_asyncio_server_runs_in_it() -> None:
 
     def talk() -> None:
         stream, poll, heard = socket.create_connection((b"127.0.0.1", 4000), 5.0), select.poll(), b""
+        stream.setblocking(False)
         poll.register(stream, select.POLLIN)
         for at in range(6):
             stream.send(b"hello!"[at : at + 1])
