@@ -13,7 +13,7 @@ import pytest
 import gradsync as gs
 from arrays import arrays_of, assert_identical, contribution
 from commands import wait_until
-from ranks import EVERYWHERE, ON_GPU
+from ranks import EVERYWHERE, ON_GPU, THREE_OF_FAKE
 
 
 def assert_works(group, ranks, call=0):
@@ -48,7 +48,7 @@ def test_the_world_and_its_machine(comm):
     assert group.closed
 
 
-@pytest.mark.ranks(on=EVERYWHERE | {"shm": (1, 2, 3, 4)} | ON_GPU)
+@pytest.mark.ranks(on=EVERYWHERE | THREE_OF_FAKE | {"shm": (1, 2, 3, 4)} | ON_GPU)
 def test_split_by_color_and_key(comm):
     n = comm.world_size
     with comm.split(comm.rank % 2, key=-comm.rank) as group:
@@ -77,7 +77,7 @@ def test_members_of_new_group_keep_the_order_of_the_world(comm):
             group.close()
 
 
-@pytest.mark.ranks(on=EVERYWHERE | ON_GPU)
+@pytest.mark.ranks(on=EVERYWHERE | THREE_OF_FAKE | ON_GPU)
 def test_overlapping_groups_used_in_turns(comm):
     """Each rank is in up to five of them: no group may wait for another. They end in another order on each rank."""
     n = comm.world_size
@@ -113,7 +113,7 @@ def test_the_same_members_again_are_a_new_group(comm):
             assert_works(group, comm.ranks, call)
 
 
-@pytest.mark.ranks(on=EVERYWHERE, fresh=True)
+@pytest.mark.ranks(on={"local": (1,), "shm": (3,), "fake": (2,), "mpi": (2,)}, fresh=True)
 def test_groups_end_with_the_process_group_and_come_again(comm):
     options = {"allow_shared_gpu": True} if comm.backend == "nccl" else {}
     for _ in range(2):
@@ -205,7 +205,7 @@ def test_members_that_name_other_ranks_are_told(comm):
     assert_over(comm)
 
 
-@pytest.mark.ranks(2, 3, on=("shm", "fake"), options={"collective_timeout_seconds": 2.0}, fresh=True)
+@pytest.mark.ranks(on={"shm": (3,), "fake": (2,)}, options={"collective_timeout_seconds": 2.0}, fresh=True)
 def test_a_member_that_does_not_come_to_the_making_is_named(comm):
     last = comm.world_size - 1
     if comm.rank == last:

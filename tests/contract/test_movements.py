@@ -19,7 +19,7 @@ from arrays import (
     read_only,
     sizes_of,
 )
-from ranks import EVERYWHERE, ON_GPU, SEVERAL
+from ranks import EVERYWHERE, ON_GPU, SEVERAL, THREE_OF_FAKE
 
 SHAPES = [(), (0,), (3,), (5, 3), (2, 0, 3), (20_011,)]
 
@@ -77,7 +77,7 @@ def test_large_broadcast_from_every_root(comm):
         assert_identical(arrays.get(array), contribution(root, 1_000_003, "float32"))
 
 
-@pytest.mark.ranks(on=EVERYWHERE)
+@pytest.mark.ranks(on=EVERYWHERE | THREE_OF_FAKE)
 def test_layouts_differ_between_ranks_sources_and_targets(comm):
     n, rank = comm.world_size, comm.rank
     for arrays, shape, number in product(arrays_for(comm), [(3, 5), (90, 101), (4, 3, 5)], range(len(LAYOUTS))):
@@ -142,7 +142,7 @@ def uneven_tables(n):
     ]
 
 
-@pytest.mark.ranks(on=EVERYWHERE | {"shm": (1, 2, 3, 4)} | ON_GPU)
+@pytest.mark.ranks(on=EVERYWHERE | THREE_OF_FAKE | {"shm": (1, 2, 3, 4)} | ON_GPU)
 def test_all_to_all_of_uneven_sizes(comm):
     n, rank = comm.world_size, comm.rank
     for arrays, (number, table), tail in product(arrays_for(comm), enumerate(uneven_tables(n)), [(), (6,)]):
