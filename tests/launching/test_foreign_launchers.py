@@ -98,6 +98,7 @@ def test_ranks_of_srun_meet_without_an_address_also_with_a_secret(ranks, tmp_pat
     have_met(ranks(slurm(0), slurm(1), GRADSYNC_SECRET_FILE=str(tmp_path / "secret")))
 
 
+@pytest.mark.slow  # until the deadline of 8 s
 def test_another_secret_is_refused(ranks, tmp_path):
     for name, digits in (("right", "5a"), ("wrong", "a5")):
         (tmp_path / name).write_text(digits * 32)
@@ -217,6 +218,7 @@ def test_every_spelling_of_this_machine_is_this_machine_or_refused_as_such(addre
     assert not any("AuthenticationError" in each.err for each in results)
 
 
+@pytest.mark.slow  # until the deadline of 10 s
 @pytest.mark.xfail(**_RENDEZVOUS)
 def test_neighbouring_master_ports_do_not_collide(ranks):
     """Two torchrun jobs on one host with ports next to each other: the second one's store is at the first one's."""

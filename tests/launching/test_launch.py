@@ -326,7 +326,7 @@ def guarded(text):
     return "if __name__ == '__main__':" + text.replace("\n", "\n    ") + "\n"
 
 
-@pytest.mark.parametrize("way", ["script", "package", "-m package", "-"])
+@pytest.mark.parametrize("way", ["script", "package", pytest.param("-m package", marks=pytest.mark.slow), "-"])
 def test_functions_of_any_program_can_be_launched(way, cli, tmp_path):
     """Named ones, classes, lambdas; decorated or not. A program that is piped in has no file for ranks to import."""
     (tmp_path / "package").mkdir()

@@ -178,7 +178,7 @@ def test_no_rank_works_before_all_have_joined_and_none_leaves_before_all_have_wo
     assert (first.result().code, second.result().code) == (0, 0)
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_failure_on_one_machine_ends_the_ranks_of_the_other(culprit, nodes):
     codes = [node.result() for node in nodes(*(["fail", "wait"] if culprit == 0 else ["wait", "fail"]))]
     assert [node.code for node in codes] == [1, 1]

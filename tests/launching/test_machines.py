@@ -5,6 +5,7 @@ import re
 import secrets
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -141,7 +142,7 @@ def test_ranks_are_numbered_over_the_machines_and_share_a_log_directory(machines
     assert (tmp_path / "logs" / "rank-3.log").read_text().startswith("met 3\n")
 
 
-@pytest.mark.parametrize("culprit", [0, 3])
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_failure_on_either_machine_ends_both_and_is_told_on_both(culprit, machines):
     run = machines()
     run.start_all(f"fail@{culprit}", n=2)
@@ -190,21 +191,29 @@ def test_a_signal_to_one_launcher_ends_both(victim, number, machines):
     assert f"because of rank {victim}" in results[1 - victim].err
 
 
-def test_machine_0_keeps_the_server_for_the_others_says_so_and_ends_at_a_signal(machines, tmp_path):
+def test_machine_0_keeps_the_server_for_the_others(machines, tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    for number in (None, signal.SIGINT):
-        run = machines()
-        run.start_all("linger@1", tmp_path / "fifo")
-        run.launchers[0].read_until("waiting for the other machines", "stderr")
-        if number is not None:
-            run.launchers[0].send_signal(number)
-            assert run.launchers[0].result().code == 130
-        with open(tmp_path / "fifo", "w"):
-            pass
-        if number is None:
-            assert [result.code for result in run.results()] == [0, 0]
-        else:
-            run.launchers[1].result()
+    run = machines()
+    run.start_all("linger@1", tmp_path / "fifo")
+    run.have_met()
+    pid = run.launchers[0].pid
+    wait_until(lambda: not Path(f"/proc/{pid}/task/{pid}/children").read_text(), "the end of its ranks")
+    with open(tmp_path / "fifo", "w"):
+        pass
+    assert [result.code for result in run.results()] == [0, 0]
+
+
+@pytest.mark.slow  # it says nothing for 5 s
+def test_machine_0_says_for_whom_it_waits_and_ends_at_a_signal(machines, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    run = machines()
+    run.start_all("linger@1", tmp_path / "fifo")
+    run.launchers[0].read_until("waiting for the other machines", "stderr")
+    run.launchers[0].send_signal(signal.SIGINT)
+    assert run.launchers[0].result().code == 130
+    with open(tmp_path / "fifo", "w"):
+        pass
+    run.launchers[1].result()
 
 
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -253,7 +253,7 @@ def test_the_other_ranks_hear_of_an_error_before_a_slow_crash_reporter(cli, scri
 # -- Causes and consequences -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", ["RankFailed", "CollectiveTimeout"])
+@pytest.mark.parametrize("error", ["RankFailed", pytest.param("CollectiveTimeout", marks=pytest.mark.slow)])
 def test_a_consequence_that_comes_first_never_hides_the_cause(error, cli, script, tmp_path):
     path = script(
         f"""
