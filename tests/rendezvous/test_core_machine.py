@@ -108,10 +108,12 @@ class CoreMachine(RuleBasedStateMachine):
         connection = generation.members[rank]
         self.quiet_steps = 0
         if how == "leave":
+            if culprit is not None:  # who reads what the rank that leaves never sets
+                self.get(culprit, "never", rank)
             self.send(connection, FrameType.LEAVE, THE_WORLD, None, 0)
             self.model.leave(rank)
-            if culprit is not None:  # who reads what the rank that left was to set
-                self.get(culprit, "b", rank)
+            if culprit is not None:
+                self.get(culprit, "never", rank)
         elif how == "die":
             self.handle(Lost(connection, "reset"))
             self.model.lose(rank)
