@@ -329,7 +329,7 @@ def serve(
 ) -> None:
     """Joins the others, and calls what comes, until there is no more or a call fails."""
     os.environ.update(environment)
-    sys.path[:0] = folders
+    sys.path[:0] = [*folders, str(TESTS.parent)]  # what is pickled may be of the module tests.folder.test_file
     pipe = socket.socket(socket.AF_UNIX)
     pipe.connect(path)
     with Connection(pipe.detach()) as connection:

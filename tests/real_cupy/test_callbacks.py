@@ -45,7 +45,7 @@ def hand_over(callback: Any, gradients: dict[str, Any]) -> dict[str, Any]:
 
 
 @each_dtype
-@pytest.mark.ranks(on={"cupy": (1, 2, 3, 5), "gpu": (1, 2)})
+@pytest.mark.ranks(on={"cupy": (1, 2, 3, 5), "gpu": (2,)})
 def test_buckets(comm, dtype) -> None:
     is_checked = (
         KERNELS_RUN or np.dtype(dtype).itemsize > 2 or comm.world_size.bit_count() == 1
@@ -136,7 +136,7 @@ def test_gradients_on_the_host_and_from_several_streams(comm) -> None:
 
 
 @each_dtype
-@pytest.mark.ranks(on={"cupy": (1, 2, 3, 5), "gpu": (1, 2)})
+@pytest.mark.ranks(on={"cupy": (1, 2, 3, 5), "gpu": (1,)})
 def test_nonfinite_and_clip_norm(comm, dtype) -> None:
     """Kernels of CuPy look for NaN, sum squares and scale. Over host memory they are compiled and launched, and the
     driver answers "finite" and "1"; there the fake CuPy shows what the values do.

@@ -55,7 +55,7 @@ def test_first_light_without_a_gpu(tmp_path) -> None:
 
 def test_the_tests_on_a_gpu(tmp_path) -> None:
     """Without xdist; one rank comes before two, which share the only device."""
-    options = "-p", "no:xdist", "-k", "futures or lists or nan"
+    options = "-p", "no:xdist", "-k", "real_cupy and (futures or lists or nan)"
     code, found = run("tests/on_gpu.py", tmp_path, *options, environment=one_device())
     assert code == 0
     outcomes = {test["test"]: test["outcome"] for test in found["tests"]}
