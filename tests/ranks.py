@@ -465,8 +465,11 @@ def run_test(item: pytest.Function) -> bool | None:
         pool(place, size, **settings).run(call)
         return True
     ranks = Ranks(place, size, joins=name == "comm", **settings)
-    ranks.run(call._replace(is_only=True), ends=ends)
-    ranks.close(apart_from=frozenset(ends))
+    try:
+        ranks.run(call._replace(is_only=True), ends=ends)
+        ranks.close(apart_from=frozenset(ends))
+    finally:
+        ranks.kill()  # also where the body was skipped
     return True
 
 
