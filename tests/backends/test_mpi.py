@@ -271,10 +271,10 @@ def test_the_child_of_a_fork_that_fails_does_not_end_the_job(cli, script):
     assert (done.code, done.out.count("went on")) == (0, 2), done.err
 
 
-def test_a_request_of_objects_that_fails_raises_mpi_error(cli, script):
+def test_a_request_of_objects_that_fails_raises_mpi_error(cli, script, tmp_path):
     """MPI's own failure cannot be had from outside: its communicator is replaced below gradsync."""
     path = script("""
-        import os, sys
+        import os, pathlib, sys, time
         import gradsync as gs
         from mpi4py import MPI
 
@@ -287,15 +287,20 @@ def test_a_request_of_objects_that_fails_raises_mpi_error(cli, script):
                 raise MPI.Exception(MPI.ERR_OTHER)
             Iallgather = Isend = fail
 
-        backend = gs.init_process_group("mpi")._backend
+        world, folder = gs.init_process_group("mpi"), pathlib.Path(sys.argv[1])
+        backend = world._backend
         backend._comm = backend._requests.comm = Failing(backend._comm)
         try:
-            gs.get_communicator().objects.all_gather("x")
+            world.objects.all_gather("x")
         except gs.MpiError:
             print("MpiError", flush=True)
-        os._exit(0)  # what MPI has begun cannot be ended
+        # What MPI has begun cannot be ended, and the first rank that exits ends the other.
+        (folder / f"rank {world.rank} is done").touch()
+        while len(list(folder.glob("rank *"))) < 2:
+            time.sleep(0.01)
+        os._exit(0)
     """)
-    done = cli.program(MPIEXEC, "-n", 2, sys.executable, path)
+    done = cli.program(MPIEXEC, "-n", 2, sys.executable, path, tmp_path)
     assert done.out.count("MpiError") == 2, done
 
 

@@ -243,8 +243,8 @@ def _reduced(sources: list[bytes], dtype: int, op: int) -> np.ndarray:
     """Reduces in rank order; floating values in float64, and rounds once."""
     kind = np.dtype(DTYPES[dtype])
     wide = kind if kind.kind in "iu" else np.dtype(np.float64)
-    parts = [np.frombuffer(source, kind).astype(wide) for source in sources]
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # a kernel of CuPy leaves memory as it was: any bits are possible
+        parts = [np.frombuffer(source, kind).astype(wide) for source in sources]
         result = parts[0]
         for part in parts[1:]:
             result = UFUNCS[op](result, part)
