@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
-import re
-import signal
-import socket
-import sys
-import threading
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -193,201 +188,48 @@ def test_nccl_without_a_gpu_says_why():
         gs.init_process_group("nccl", rank=0, world_size=1)
 
 
-# -- The rendezvous, as a rank sees it ---------------------------------------------------------------------------------
+# -- Ranks that a user starts without any launcher; how they find each other: tests/rendezvous/test_hosting.py ---------
 
 
 @pytest.fixture
-def rank_1(monkeypatch):
-    """rank_1(address) sets the variables of rank 1 of 2."""
-
-    def set_variables(address):
-        variables = {"RANK": "1", "WORLD_SIZE": "2", "GRADSYNC_HOSTED": "1", "GRADSYNC_SECRET": "00" * 32}
-        for name, value in {**variables, "GRADSYNC_ADDRESS": address}.items():
-            monkeypatch.setenv(name, value)
-
-    return set_variables
+def by_hand(tmp_path):
+    """The variables of all ranks but their number."""
+    tmp_path.chmod(0o700)  # for the file of the secret
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gs.free_port()), "XDG_RUNTIME_DIR": str(tmp_path)}
 
 
-def test_a_rendezvous_that_nobody_hosts_is_named(rank_1):
-    with socket.socket() as reserved:  # bound but not listening: connections are refused
-        reserved.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{reserved.getsockname()[1]}"
-        rank_1(address)
-        with pytest.raises(gs.RendezvousTimeout, match=address):
-            gs.init_process_group(timeout_seconds=0.5)
-
-
-@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + b"x" * 200, b""])
-def test_another_service_on_the_port_is_recognised(greeting, rank_1):
-    over = threading.Event()
-
-    def serve():
-        listener.settimeout(0.2)
-        while not over.is_set():
-            with contextlib.suppress(TimeoutError, ConnectionError):
-                stream, _ = listener.accept()
-                with stream:
-                    stream.sendall(greeting)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        rank_1(f"127.0.0.1:{listener.getsockname()[1]}")
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            with pytest.raises(gs.RendezvousError, match="another service or run holds this port"):
-                gs.init_process_group(timeout_seconds=60)
-        finally:
-            over.set()
-            thread.join()
+def start_by_hand(rank, variables):
+    for name in [name for name in os.environ if name.startswith("GRADSYNC_")]:
+        del os.environ[name]
+    os.environ.update(variables | {"RANK": str(rank), "WORLD_SIZE": "2"})
 
 
 @pytest.mark.ranks(2)
-def test_process_groups_follow_each_other(rank):
-    for _ in range(3):
-        comm = gs.init_process_group()
+def test_ranks_with_different_addresses_say_where_theirs_is_from(rank, by_hand):
+    start_by_hand(rank, by_hand)
+    os.environ["GRADSYNC_SECRET"] = "5a" * 32
+    if rank == 1:
+        os.environ["GRADSYNC_ADDRESS"] = f"127.0.0.1:{gs.free_port()}"
+    source = "GRADSYNC_ADDRESS" if rank else "MASTER_ADDR and MASTER_PORT"
+    with pytest.raises(
+        gs.RendezvousTimeout, match=rf"rank {rank} has the address 127.0.0.1:\d+ from {source}"
+    ) as raised:
+        gs.init_process_group(timeout_seconds=2)
+    assert rank == 1 or raised.value.missing_ranks == (1,)
+
+
+@pytest.mark.ranks(2)
+def test_process_groups_follow_each_other_though_one_rank_leaves_late(rank, by_hand, tmp_path):
+    """Now the one that hosts the server, now the other."""
+    start_by_hand(rank, by_hand)
+    for late in (0, 1, 0, 1):
+        comm = gs.init_process_group(timeout_seconds=60)
         assert gs.get_communicator().all_reduce(np.ones(3))[0] == 2
+        time.sleep(0.2 * (rank == late))
         gs.destroy_process_group()
         with pytest.raises(gs.CommunicatorClosed):
             comm.barrier()
-
-
-def test_a_rank_that_has_joined_already_or_has_another_world_size_is_refused(cli, script, tmp_path):
-    path = script("""
-        import gradsync as gs, numpy as np
-        with gs.init_process_group("shm") as comm:
-            print("joined", flush=True)
-            input()
-            print(comm.all_reduce(np.ones(1)))
-    """)
-    secret = tmp_path / "secret"
-    secret.touch(0o600)
-    secret.write_text("5a" * 32)
-    server = cli.start("serve", "--world-size", 2, "--secret-file", secret)
-    meeting = {"GRADSYNC_ADDRESS": server.stdout.readline().strip(), "GRADSYNC_HOSTED": "1"}
-    meeting |= {"GRADSYNC_SECRET_FILE": str(secret)}
-
-    def start(rank, size):
-        variables = {"GRADSYNC_RANK": str(rank), "GRADSYNC_WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-        return cli.start_program(sys.executable, path, environment=meeting | variables, stdin=-1)
-
-    ranks = [start(rank, 2) for rank in range(2)]
-    for each in ranks:
-        each.read_until("joined")
-    for (rank, size), word in {(1, 2): "rank 1/2 has joined already", (0, 3): "world_size 2"}.items():
-        stranger = start(rank, size).result()
-        assert (stranger.code, word in stranger.err.splitlines()[-1]) == (1, True), stranger.err
-    for each in ranks:
-        each.stdin.write("\n")
-        each.stdin.flush()
-    assert [each.result() for each in ranks] == [(0, "[2.]\n", "")] * 2  # nothing of it has reached them
-    server.send_signal(signal.SIGTERM)
-    assert server.result().code == 0
-
-
-# -- Ranks as a user starts them without any launcher: RANK, WORLD_SIZE and MASTER_* only ------------------------------
-
-
-@pytest.fixture
-def plain_ranks(cli, tmp_path):
-    """plain_ranks(count, script, *arguments) starts them."""
-    port = str(gs.free_port())
-    (tmp_path / "runtime").mkdir(mode=0o700)
-
-    def start(count, path, *arguments):
-        meeting = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        meeting["XDG_RUNTIME_DIR"] = str(tmp_path / "runtime")
-        return [
-            cli.start_program(sys.executable, path, *arguments, environment={**meeting, "RANK": str(rank)})
-            for rank in range(count)
-        ]
-
-    return start
-
-
-PLAIN = """
-    import sys
-    import numpy as np
-    import gradsync as gs
-    comm = gs.init_process_group(timeout_seconds=60)
-    print(comm.backend, comm.rank, comm.all_reduce(np.full(3, comm.rank + 1.0))[0], flush=True)
-    if "wait" in sys.argv:
-        sys.stdin.read()
-    if "die" in sys.argv and comm.rank == 1:
-        raise KeyError("lost")
-    comm.barrier()
-"""
-
-
-def test_plain_ranks_meet_again_after_a_run_that_was_killed(plain_ranks, script, tmp_path):
-    """The secret that a killed run has left at the same address is replaced, and nothing is left in the end."""
-    path = script(PLAIN)
-    killed = plain_ranks(2, path, "wait")
-    killed[0].read_until("shm 0")
-    for each in killed:
-        each.kill()
-        each.result()
-    expected = [(0, "shm 0 3.0\n", ""), (0, "shm 1 3.0\n", "")]
-    assert [each.result() for each in plain_ranks(2, path)] == expected
-    assert not list((tmp_path / "runtime").glob("gradsync-*"))
-
-
-def test_plain_ranks_pass_on_an_uncaught_exception(plain_ranks, script):
-    first, second = [each.result() for each in plain_ranks(2, script(PLAIN), "die")]
-    assert "KeyError: 'lost'" in second.err
-    assert "RankFailed" in first.err
-    assert "lost" in first.err
-    assert (first.code, second.code) == (1, 1)
-
-
-def test_plain_ranks_with_different_addresses_say_where_theirs_is_from(plain_ranks, script):
-    path = script(f"""
-        import os, gradsync as gs
-        os.environ["GRADSYNC_SECRET"] = "5a" * 32
-        if os.environ["RANK"] == "1":
-            os.environ["GRADSYNC_ADDRESS"] = "127.0.0.1:{gs.free_port()}"
-        gs.init_process_group(timeout_seconds=2)
-    """)
-    first, second = [each.result() for each in plain_ranks(2, path)]
-    assert "missing: rank 1" in first.err
-    assert re.search(r"rank 0 has the address 127.0.0.1:\d+ from MASTER_ADDR and MASTER_PORT", first.err)
-    assert re.search(r"rank 1 has the address 127.0.0.1:\d+ from GRADSYNC_ADDRESS", second.err)
-
-
-@pytest.mark.parametrize("slow", [0, 1])
-def test_plain_ranks_form_one_process_group_after_the_other(plain_ranks, script, tmp_path, slow):
-    path = script(f"""
-        import time, gradsync as gs
-        for _ in range(4):
-            comm = gs.init_process_group(timeout_seconds=60)
-            comm.barrier()
-            time.sleep(0.2 * (comm.rank == {slow}))  # one leaves late
-            gs.destroy_process_group()
-        print("done")
-    """)
-    assert [each.result() for each in plain_ranks(2, path)] == [(0, "done\n", "")] * 2
-    assert not list((tmp_path / "runtime").glob("gradsync-*"))
-
-
-def test_an_address_can_be_hosted_anew_after_another_has_failed():
-    address = f"127.0.0.1:{gs.free_port()}"
-    for _ in range(2):
-        with gs.init_process_group("shm", rank=0, world_size=1, address=address) as comm:
-            assert comm.world_size == 1
-        with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(gs.RendezvousError, match="in use"):
-            elsewhere = f"127.0.0.1:{taken.getsockname()[1]}"
-            gs.init_process_group("shm", rank=0, world_size=1, address=elsewhere, timeout_seconds=10)
-
-
-def test_a_secret_that_cannot_be_published_leaves_neither_file_nor_port(tmp_path, monkeypatch):
-    tmp_path.chmod(0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    port = gs.free_port()
-    in_the_way = tmp_path / f"gradsync-127.0.0.1:{port}.secret"
-    in_the_way.mkdir()
-    with pytest.raises(IsADirectoryError):
-        gs.init_process_group("shm", rank=0, world_size=2, address=f"127.0.0.1:{port}", timeout_seconds=10)
-    assert list(tmp_path.iterdir()) == [in_the_way]
-    socket.create_server(("127.0.0.1", port)).close()
+    assert not list(tmp_path.iterdir())
 
 
 # -- Which backend -----------------------------------------------------------------------------------------------------
@@ -409,15 +251,17 @@ def gpus_of_this_machine(count):
 
 @pytest.mark.ranks(2, on=("fake",))
 @pytest.mark.parametrize(
-    ("count", "shared", "hidden", "backend"),
-    [(2, False, None, "nccl"), (1, True, None, "nccl"), (1, False, None, "shm"), (2, False, 1, "shm")],
+    ("count", "hidden", "backends"),
+    [(1, None, {True: "nccl", False: "shm"}), (2, None, {False: "nccl"}), (2, 1, {False: "shm"})],
 )
-def test_auto_takes_nccl_only_where_each_rank_has_a_gpu_or_may_share_one(rank, count, shared, hidden, backend):
+def test_auto_takes_nccl_only_where_each_rank_has_a_gpu_or_may_share_one(rank, count, hidden, backends):
     gpus_of_this_machine(count)
     if rank == hidden:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    with gs.init_process_group(allow_shared_gpu=shared) as comm:
-        assert comm.backend == backend
+    for may_share, backend in backends.items():
+        with gs.init_process_group(allow_shared_gpu=may_share) as comm:
+            assert comm.backend == backend
+        gs.destroy_process_group()
 
 
 @pytest.mark.ranks(2)
