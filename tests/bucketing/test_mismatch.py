@@ -81,19 +81,25 @@ def disagree(comm, what, steps_before=0):
     return raised.value
 
 
-@pytest.mark.parametrize("what", [*GRADIENTS, *OPTIONS])
-@pytest.mark.parametrize(("place", "ranks"), [("shm", 3), ("fake", 2), pytest.param("mpi", 3, marks=pytest.mark.mpi)])
-def test_ranks_that_differ_get_the_same_mismatch(run_on_ranks, what, place, ranks):
-    errors = run_on_ranks(ranks, disagree, what, on=place)
+def check_errors(errors):
+    """Each rank has the same, with what each did and where; gives its last line, the remedy."""
+    ranks = range(len(errors))
     for error in errors:
         assert type(error) is gs.PlanMismatch
-        assert set(error.descriptions) == set(range(ranks))
+        assert set(error.descriptions) == set(ranks)
         assert error.descriptions[0] != error.descriptions[1] != error.descriptions.get(2)
         assert error.descriptions == errors[0].descriptions
-        assert {rank: line.rpartition(" in ")[2] for rank, line in error.places.items()} == dict.fromkeys(
-            range(ranks), "disagree"
-        )
+        functions = {rank: line.rpartition(" in ")[2] for rank, line in error.places.items()}
+        assert functions == dict.fromkeys(ranks, "disagree")
         assert pickle.loads(pickle.dumps(error)).places == error.places
+    (remedy,) = {str(error).splitlines()[-1].strip() for error in errors}
+    return remedy
+
+
+@pytest.mark.parametrize(("place", "ranks"), [("fake", 2), pytest.param("mpi", 3, marks=pytest.mark.mpi)])
+@pytest.mark.parametrize("what", ["without the last", "nothing", "another shape", "a hook", "views"])
+def test_ranks_that_differ_get_the_same_mismatch(run_on_ranks, what, place, ranks):
+    check_errors(run_on_ranks(ranks, disagree, what, on=place))
 
 
 @pytest.mark.parametrize("what", ["without a middle one", "another shape", "another dtype"])
@@ -102,22 +108,14 @@ def test_a_rank_that_leaves_the_plan_of_the_last_steps_is_found(run_on_ranks, wh
         assert error.descriptions[0] != error.descriptions[1]
 
 
-def remedy(error):
-    return str(error).splitlines()[-1].strip()
-
-
-def test_the_remedy_for_each_difference(run_on_ranks, file_regression):
-    """One text for all: users love it. Its lines are `difference: the last line of the error`."""
-    lines = []
-    for what in [*GRADIENTS, *OPTIONS]:
-        first, second = run_on_ranks(2, disagree, what)
-        assert remedy(first) == remedy(second)
-        lines.append(f"{what}: {remedy(first)}")
+def test_each_difference_gets_the_same_mismatch_and_the_right_remedy(run_on_ranks, file_regression):
+    """The lines of the file are `difference: the last line of the error`."""
+    remedies = {what: check_errors(run_on_ranks(3, disagree, what)) for what in [*GRADIENTS, *OPTIONS]}
     for each in (miss_a_known_one, differ_in_buffers, differ_in_collectives, differ_in_callbacks):
-        first, second = run_on_ranks(2, each)
-        assert remedy(first) == remedy(second)
-        lines.append(f"{each.__name__.replace('_', ' ')}: {remedy(first)}")
-    file_regression.check("\n".join(lines) + "\n", basename="remedies")
+        first, second = (str(error).splitlines()[-1].strip() for error in run_on_ranks(2, each))
+        assert first == second
+        remedies[each.__name__.replace("_", " ")] = first
+    file_regression.check("".join(f"{what}: {remedy}\n" for what, remedy in remedies.items()), basename="remedies")
 
 
 def miss_a_known_one(comm):
@@ -164,20 +162,6 @@ def test_the_first_difference_of_a_large_step_is_named(run_on_ranks):
     for text in run_on_ranks(2, differ_late):
         assert "number 4400': float32[2, 3]" in text
         assert "number 4400': float32[3, 2]" in text
-
-
-def named(comm, name):
-    sync = gs.AllreduceCallback("sum", comm, name=name)
-    with pytest.raises(gs.PlanMismatch) as raised, sync.backward():
-        sync("p", np.ones(2 + comm.rank))
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("name", ["the first use of", "a' (callback 'b', made at c:1)", "all_gather of float64[3]"])
-def test_the_remedy_does_not_depend_on_what_a_callback_is_called(run_on_ranks, name):
-    for text in run_on_ranks(2, named, name):
-        assert "'p': float64[2]" in text
-        assert "different callbacks" not in text
 
 
 # -- The lines of the program ------------------------------------------------------------------------------------------
@@ -265,27 +249,6 @@ def test_each_rank_shows_the_line_of_the_program_at_which_each_is(comm, scene, f
     for rank, line in lines.items():
         assert f"at {line} in " in str(error)
         assert line not in error.descriptions[rank]  # those say what is called, not where
-
-
-def test_the_launcher_reports_both_lines(cli, script):
-    path = script(
-        """\
-        import numpy as np
-        import gradsync as gs
-
-        with gs.init_process_group(backend="shm") as comm:
-            sync = gs.AllreduceCallback("mean")
-            if comm.rank:
-                comm.barrier()
-            sync("a", np.ones(3))
-            sync.flush()
-        """,
-        "train.py",
-    )
-    done = cli("run", "-n", 2, path)
-    assert done.code != 0
-    assert f"{path}:9 in <module>" in done.err
-    assert f"{path}:7 in <module>" in done.err
 
 
 # -- After it ----------------------------------------------------------------------------------------------------------

@@ -71,33 +71,20 @@ RIGHT = [[(1.0, 100.0)] * 3] * 2
 
 @pytest.mark.parametrize("place", ["shm", "fake"])
 def test_parameters_are_named_by_anything(run_on_ranks, place):
-    for names in NAMES.values():
+    """In one order, or with parameters= in any."""
+    for names in [*NAMES.values(), (np.zeros(3), np.ones(3))]:
         assert run_on_ranks(2, lambda comm, names=names: reduce_two(comm, names, is_crosswise=False), on=place) == RIGHT
+    for names in NAMES.values():
+        parameters = dict.fromkeys(names, ((3,), "float64"))
+        reduce = lambda comm, names=names, parameters=parameters: reduce_two(  # noqa: E731
+            comm, names, is_crosswise=True, parameters=parameters
+        )
+        assert run_on_ranks(2, reduce, on=place) == RIGHT
 
 
-@pytest.mark.parametrize("kind", NAMES)
-def test_with_parameters_the_order_of_hand_over_is_free(run_on_ranks, kind):
-    parameters = dict.fromkeys(NAMES[kind], ((3,), "float64"))
-    assert (
-        run_on_ranks(2, lambda comm: reduce_two(comm, NAMES[kind], is_crosswise=True, parameters=parameters)) == RIGHT
-    )
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        # Names that the ranks compare today: they refuse the order.
-        *[
-            pytest.param(kind, marks=pytest.mark.xfail(raises=gs.PlanMismatch, reason=REASON))
-            for kind in list(NAMES)[:6]
-        ],
-        # Names that they do not compare: the gradients are mixed.
-        *[
-            pytest.param(kind, marks=pytest.mark.xfail(raises=AssertionError, reason=REASON))
-            for kind in list(NAMES)[6:]
-        ],
-    ],
-)
+# Names that the ranks compare today, as texts: they refuse the order. Others: the gradients are mixed.
+@pytest.mark.xfail(raises=(gs.PlanMismatch, AssertionError), reason=REASON)
+@pytest.mark.parametrize("kind", ["str", "enum", "nested tuple", "float", "dataclass"])
 def test_the_order_of_hand_over_is_free(run_in_group, kind):
     assert run_in_group(2, lambda comm: reduce_two(comm, NAMES[kind], is_crosswise=True)) == RIGHT
 
@@ -125,10 +112,6 @@ def test_arrays_are_names_by_their_place_in_parameters(run_on_ranks):
     assert run_on_ranks(2, use) == RIGHT
 
 
-def test_arrays_are_names_in_one_order(run_on_ranks):
-    assert run_on_ranks(2, lambda comm: reduce_two(comm, [np.zeros(3), np.ones(3)], is_crosswise=False)) == RIGHT
-
-
 @pytest.mark.xfail(raises=AssertionError, reason=REASON)
 def test_arrays_as_names_in_any_order_are_right_or_refused(run_in_group):
     with contextlib.suppress(gs.InvalidArgument):
@@ -141,12 +124,11 @@ def test_a_name_out_of_an_array_of_names_is_that_name(alone):
         for parameters in (None, dict.fromkeys(names.tolist(), ((2,), "float64"))):
             sync = gs.AllreduceCallback("sum", alone, parameters=parameters)
             for each in (names, names.tolist(), names):
-                step(sync, {name: np.ones(2) for name in each})
-            sync(names[0], np.ones(2))
-            with pytest.raises(gs.InvalidArgument):
-                sync(names[0], np.ones(2))
-            sync(names[1], np.ones(2))
-            sync.flush()
+                with sync.backward():
+                    for name in each:
+                        sync(name, np.ones(2))
+                    with pytest.raises(gs.InvalidArgument):
+                        sync(names[0], np.ones(2))
 
 
 # -- Two callbacks -----------------------------------------------------------------------------------------------------
@@ -162,10 +144,6 @@ def make_two(comm, **options):
     generator = gs.AllreduceCallback("mean", comm, **options)
     discriminator = gs.AllreduceCallback("mean", comm, **options)
     return generator, discriminator
-
-
-def make_in_a_loop(comm):
-    return tuple(gs.AllreduceCallback("mean", comm) for _ in range(2))
 
 
 def make_by_a_helper(comm):
@@ -189,16 +167,16 @@ WAYS = {
     "two lines, parameters": lambda comm: make_two(comm, parameters=PARAMETERS),
     "two lines, views": lambda comm: make_two(comm, parameters=PARAMETERS, gradient_as_bucket_view=True),
     "two lines, values": lambda comm: make_two(comm, clip_norm=1e9, nonfinite="skip"),
-    "two lines, one gradient a bucket": lambda comm: make_two(comm, threshold_bytes=1),
-    "a loop": make_in_a_loop,
+    "a loop": lambda comm: tuple(gs.AllreduceCallback("mean", comm) for _ in range(2)),
     "a helper": make_by_a_helper,
     "names": make_named_in_any_order,
 }
 
 
 @pytest.mark.ranks(on={"shm": (3,), "fake": (2,)})
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("right_steps", [0, 2])
+@pytest.mark.parametrize(
+    ("way", "right_steps"), [*[(way, 0) for way in WAYS], ("two lines", 2), ("two lines, views", 2)]
+)
 def test_callbacks_that_are_used_crosswise_are_a_mismatch(comm, way, right_steps):
     """At the first use and later; all ranks hear of it, and go on in one order."""
     generator, discriminator = WAYS[way](comm)

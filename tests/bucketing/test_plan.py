@@ -88,12 +88,6 @@ def test_over_nccl_with_parameters_a_full_bucket_is_launched_while_gradients_are
         assert sync.statistics.all_reduces - before == 2
 
 
-def test_a_gradient_above_the_threshold_goes_alone_and_leaves_the_others_together(alone):
-    sync = gs.AllreduceCallback("sum", alone, threshold_bytes=80)
-    buckets = buckets_of(sync, {name: np.ones(size) for name, size in zip("abcd", (3, 100, 4, 3), strict=True)})
-    assert {names for names, *_ in buckets} == {("b",), ("a", "c", "d")}
-
-
 @pytest.mark.parametrize(
     ("threshold", "size_bytes"),
     [

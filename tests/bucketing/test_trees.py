@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import os
 import sys
-import time
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import pytest
 
 import gradsync as gs
 from arrays import TOLERANCE, HostArrays, arrays_of, contribution
-from bucketing.reference import wide
+from bucketing.reference import outcome, wide
 
 REASON = "until bucketing is rebuilt"
 
@@ -29,11 +28,6 @@ class Layer(NamedTuple):
 class Block:
     first: Any
     scale: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Counted(Block):
-    steps: int = dataclasses.field(default=0, init=False)
 
 
 class Sampler:
@@ -104,8 +98,6 @@ def test_numbers_come_back_as_numbers_and_read_only_arrays_as_new_ones(comm):
     assert not np.shares_memory(got["a"], got["b"])
     assert (got["c"], type(got["c"]), got["d"], type(got["d"]), got["e"]) == (middle, np.float32, middle, float, None)
     assert gs.average_gradients(comm.rank, op="sum") == sum(range(comm.world_size))
-    alone = np.full(2, float(comm.rank))
-    assert gs.average_gradients(alone) is alone
     assert gs.average_gradients({"nothing": [None, ()]}) == {"nothing": [None, ()]}
 
 
@@ -187,16 +179,15 @@ def test_one_rank_looks_at_nothing(alone):
         gs.average_gradients(tree, gs.AllreduceCallback(group=alone))
 
 
-def leave_one_out(comm):
-    shapes = dict.fromkeys("ab", ((2,), "float64"))
-    sync = gs.AllreduceCallback("mean", comm, parameters=shapes, missing="zero")
-    got = gs.average_gradients({"a": np.ones(2), "b": np.full(2, 4.0) if comm.rank else None}, sync)
-    return None if got["b"] is None else got["b"].tolist()
-
-
 @pytest.mark.xfail(raises=AssertionError, reason=REASON)
 def test_where_a_rank_has_no_gradient_it_gets_what_the_others_gave(run_on_ranks):
-    assert run_on_ranks(2, leave_one_out) == [[2.0, 2.0]] * 2
+    def leave_one_out(comm):
+        shapes = dict.fromkeys("ab", ((2,), "float64"))
+        sync = gs.AllreduceCallback("mean", comm, parameters=shapes, missing="zero")
+        return gs.average_gradients({"a": np.ones(2), "b": np.full(2, 4.0) if comm.rank else None}, sync)
+
+    for got in run_on_ranks(2, leave_one_out):
+        assert np.array_equal(got["b"], [2.0, 2.0])
 
 
 @pytest.mark.xfail(raises=(AssertionError, OverflowError), reason=REASON)
@@ -219,21 +210,14 @@ def test_a_tensor_whose_elements_share_memory_comes_back_as_a_tensor(run_on_rank
     assert run_on_ranks(2, average) == ["Tensor"] * 2
 
 
-def reduce_masked(comm):
-    """Rank 1 has no valid sample."""
-    loss = np.ma.array([6.0, 6.0], mask=[comm.rank == 1] * 2)
-    return gs.comm.reduce_dict({"loss": loss.mean() if comm.rank else np.ma.array(6.0)})["loss"]
-
-
 @pytest.mark.xfail(raises=AssertionError, reason=REASON)
 def test_reduce_dict_refuses_masked_numbers(run_on_ranks):
     def reduce(comm):
-        try:
-            return float(reduce_masked(comm))
-        except gs.InvalidArgument:
-            return "refused"
+        """Rank 1 has no valid sample."""
+        loss = np.ma.array([6.0, 6.0], mask=[comm.rank == 1] * 2).mean() if comm.rank else np.ma.array(6.0)
+        return type(outcome(gs.comm.reduce_dict, {"loss": loss}))
 
-    assert run_on_ranks(2, reduce) == ["refused"] * 2
+    assert run_on_ranks(2, reduce) == [gs.InvalidArgument] * 2
 
 
 # -- broadcast_tree ----------------------------------------------------------------------------------------------------
@@ -241,8 +225,7 @@ def test_reduce_dict_refuses_masked_numbers(run_on_ranks):
 
 def state_of(rank, arrays):
     """Parameters, buffers and optimiser state of a rank."""
-    block = Counted(arrays.put(contribution(rank, (5,), "float64")), f"of {rank}")
-    object.__setattr__(block, "steps", rank + 10)
+    block = Block(arrays.put(contribution(rank, (5,), "float64")), f"of {rank}")
     momenta = [arrays.put(contribution(rank, (400, 50), "float32")), None, (np.int64(rank),)]
     return {
         "parameters": collections.OrderedDict(
@@ -343,22 +326,6 @@ def end_unless_first():
     return "read" if os.environ["GRADSYNC_RANK"] == "0" else sys.exit("an extension is missing")
 
 
-class Pair(tuple):
-    """Wants other arguments than its items."""
-
-    def __new__(cls, first, second):
-        return super().__new__(cls, (first, second))
-
-
-@dataclasses.dataclass
-class Spec:
-    """Describes an array, and is none; and has a field that is not always there."""
-
-    shape: Any
-    dtype: str
-    cache: Any = dataclasses.field(init=False)
-
-
 @pytest.mark.ranks(2)
 def test_what_one_rank_cannot_read_is_a_mismatch_on_all(comm):
     weights = np.full(3, float(comm.rank))
@@ -369,29 +336,7 @@ def test_what_one_rank_cannot_read_is_a_mismatch_on_all(comm):
 
 
 @pytest.mark.ranks(2)
-def test_containers_of_odd_classes(comm):
-    rank, mine = comm.rank, np.full(2, float(comm.rank))
-    pair, spec = Pair(mine, rank), Spec((rank, 2), "float32")
-    got = gs.broadcast_tree({"pair": pair, "spec": spec, "date": time.gmtime(rank)})
-    assert (type(got["pair"]), got["pair"][1], got["date"]) == (Pair, 0, time.gmtime(0))
-    assert got["pair"][0] is mine
-    assert not mine.any()
-    assert (got["spec"].shape, hasattr(got["spec"], "cache")) == ((0, 2), False)
-    if rank:
-        spec.cache = 1
-    with pytest.raises(gs.PlanMismatch):
-        gs.broadcast_tree(spec)
-
-
-class Only(dict):
-    """Nobody can copy it."""
-
-    def __copy__(self):
-        raise TypeError("there is one only")
-
-
-@pytest.mark.ranks(2)
-def test_a_tree_that_cannot_be_sent_or_written_is_refused_before_anything_is_sent(comm):
+def test_a_tree_that_cannot_be_sent_is_refused_before_anything_is_sent(comm):
     weights = np.full(2, float(comm.rank))
     if comm.rank == 1:
         circle: list[Any] = [weights]
@@ -399,11 +344,7 @@ def test_a_tree_that_cannot_be_sent_or_written_is_refused_before_anything_is_sen
         deep: Any = weights
         for _ in range(5000):
             deep = [deep]
-        fixed = weights.copy()
-        fixed.setflags(write=False)
-        overlapping = np.lib.stride_tricks.as_strided(np.zeros(1), (4,), (0,))
-        wrong = [circle, {float("nan"): weights}, {"o": Only(a=1)}, deep, {"a": {"b": fixed}}, overlapping]
-        for tree in (*wrong, [np.ma.ones(2)]):
+        for tree in (circle, {float("nan"): weights}, deep, [np.ma.ones(2)]):
             with pytest.raises(gs.InvalidArgument):
                 gs.broadcast_tree(tree)
         with pytest.raises(gs.UnsupportedDtype):
@@ -414,6 +355,7 @@ def test_a_tree_that_cannot_be_sent_or_written_is_refused_before_anything_is_sen
 
 @pytest.mark.ranks(2)
 def test_two_values_for_one_memory_are_a_mismatch(comm):
+    """Tied weights are one value; arrays that share memory otherwise on the root only are not."""
     first, second = (np.full(4, comm.rank + value) for value in (1.0, 2.0))
     base = np.arange(6.0) + 10 * comm.rank
     for tree in ([first, first], [base[:4], base[2:]], [base[::2], base[1::2]], [first.reshape(2, 2), first]):
@@ -423,12 +365,7 @@ def test_two_values_for_one_memory_are_a_mismatch(comm):
     gs.broadcast_tree([first, first] if comm.rank == 0 else [first, second])  # tied on the root only
     assert (second == (2 if comm.rank == 0 else 1)).all()
     second[:] = comm.rank
-    square = np.full((3, 3), float(comm.rank))
-    for tree in (
-        [second, second] if comm.rank else [first, second],
-        [base[:4], base[1:5] if comm.rank else base[2:]],
-        [square, square if comm.rank else square.T],
-    ):
+    for tree in ([second, second] if comm.rank else [first, second], [base[:4], base[1:5] if comm.rank else base[2:]]):
         with pytest.raises(gs.PlanMismatch) as raised:
             gs.broadcast_tree(tree)
         assert list(raised.value.descriptions) == [1]

