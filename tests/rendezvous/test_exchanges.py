@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 
 import pytest
 
 import gradsync as gs
 from gradsync.rendezvous.server import RendezvousServer
-from rendezvous.clients import connect, on_each, together, world, world_with_peer
-from rendezvous.peer import SECRET, Kind
+from rendezvous.clients import connect, on_each, together, world
+from rendezvous.peer import SECRET
 
 
 @pytest.fixture
@@ -37,14 +36,13 @@ def test_ranks_share_keys_values_and_ids():
         assert on_each(clients, work) == [(1, rank, 3, (0, 1, 2)) for rank in range(3)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("length", [0, 1, 60 * 1024])
-def test_an_exchange_gives_all_values_by_rank_however_long(size, length):
-    values = [os.urandom(length) for _ in range(size)]
-    with world(size) as clients:
+def test_an_exchange_gives_all_values_by_rank_however_long(pair):
+    for length in (0, 1, 60 * 1024):
+        values = [os.urandom(length) for _ in pair]
         for _ in range(2):  # a name can be used again
-            got = on_each(clients, lambda client: client.exchange("x", values[client.rank]))
-            assert got == [values] * size
+            assert (
+                on_each(pair, lambda client, values=values: client.exchange("x", values[client.rank])) == [values] * 2
+            )
 
 
 def test_the_last_value_of_a_key_counts_until_it_is_deleted(pair):
@@ -61,19 +59,11 @@ def test_the_last_value_of_a_key_counts_until_it_is_deleted(pair):
     assert pair[1].get("key2") == b"3"
 
 
-def test_a_get_waits_for_its_set():
-    with world_with_peer(2) as (clients, peer):
-        asked = peer.send(Kind.GET, "later", None)
-        peer.ask(Kind.SET, "the server has read the request before", b"")
-        clients[0].set("later", b"now")
-        assert peer.answer().fields == [asked, b"now"]
-
-
 def test_many_barriers_of_many_ranks_keep_step():
     count = [0] * 8
 
     def work(client):
-        for number in range(100):
+        for number in range(30):
             count[client.rank] = number
             client.barrier()
             assert min(count) >= number
@@ -114,6 +104,7 @@ def test_a_deadline_names_the_ranks_that_are_missing(pair):
         lambda: pair[0].barrier("epoch", timeout_seconds=0.05),
         lambda: pair[0].exchange("x", b"1", timeout_seconds=0),
         lambda: pair[0].get("key", from_rank=1, timeout_seconds=0.05),
+        lambda: pair[0].group([1, 0], "by ranks of the world").barrier(timeout_seconds=0.05),
     ):
         with pytest.raises(gs.RendezvousTimeout) as raised:
             call()
@@ -124,16 +115,7 @@ def test_a_deadline_names_the_ranks_that_are_missing(pair):
     assert raised.value.missing_ranks == ()
 
 
-def test_who_has_reached_its_deadline_has_not_arrived_and_may_come_again(pair):
-    with pytest.raises(gs.RendezvousTimeout):
-        pair[0].barrier("epoch", timeout_seconds=0.01)
-    with pytest.raises(gs.RendezvousTimeout) as raised:
-        pair[1].barrier("epoch", timeout_seconds=0.01)
-    assert raised.value.missing_ranks == (0,)
-    assert on_each(pair, lambda client: [client.barrier("epoch") for _ in range(3)]) == [[None] * 3] * 2
-
-
-def test_ranks_of_one_deadline_name_the_rank_that_never_came():
+def test_ranks_of_one_deadline_name_the_rank_that_never_came_and_may_come_again():
     def work(client):
         with pytest.raises(gs.RendezvousTimeout) as raised:
             client.barrier(timeout_seconds=0.3)
@@ -148,7 +130,6 @@ def test_more_missing_ranks_than_an_error_lists_are_all_in_its_fields():
     with RendezvousServer(100, secret=SECRET) as server, pytest.raises(gs.RendezvousTimeout) as raised:
         connect(server, 7, 100, timeout_seconds=0.2)
     assert raised.value.missing_ranks == tuple(rank for rank in range(100) if rank != 7)
-    assert "84 more" not in raised.value.missing
     assert "83 more" in raised.value.missing
 
 
@@ -178,15 +159,6 @@ def test_a_mistake_is_an_invalid_argument_and_changes_nothing(pair, what):
     assert pair[1].get("k") == b"still works"
 
 
-def test_a_rank_arrives_once():
-    with world_with_peer(2) as (clients, peer):
-        first, second = (peer.send(Kind.EXCHANGE, "b", None, b"") for _ in range(2))
-        refused = peer.answer()
-        assert (refused.kind, refused.fields[0]) == (Kind.REFUSED, second)
-        clients[0].barrier("b")
-        assert peer.answer().fields[0] == first
-
-
 def test_all_values_of_an_exchange_have_one_limit():
     """Each rank receives all of them."""
     with world(16) as clients:
@@ -206,106 +178,40 @@ def test_a_full_store_refuses_and_goes_on(pair):
     pair[0].set("again", bytes(59 * 1024))
 
 
-def test_a_connection_waits_for_64_things_at_most():
-    with world_with_peer(2) as (clients, peer):
-        asked = [peer.send(Kind.GET, f"key {number}", None) for number in range(65)]
-        refused = peer.answer()
-        assert (refused.kind, refused.fields[0]) == (Kind.REFUSED, asked[-1])
-        clients[0].set("key 0", b"")
-        assert peer.answer().fields[0] == asked[0]
-        peer.send(Kind.GET, "there is room again", None)
-        clients[0].set("there is room again", b"")
-        assert peer.answer().kind == Kind.REPLY
-
-
 # -- Groups -----------------------------------------------------------------------------------------------------------
 
 
-def test_members_are_numbered_as_listed():
+def test_members_are_numbered_as_listed_and_have_keys_of_their_own():
     def work(client):
         if client.rank == 1:
-            return None
+            return client.set("key", b"of the world")
         group = client.group([3, 0, 2], "three")
         inner = group.group([2, 0], "two") if client.rank != 0 else None
         assert group.exchange("x", b"%d" % client.rank) == [b"3", b"0", b"2"]
+        if group.rank == 0:
+            group.set("key", b"of three")
+        assert group.get("key", from_rank=0) == b"of three"
         return group.rank, group.world_size, group.world_ranks, inner and (inner.rank, inner.world_ranks)
 
     with world(4) as clients:
         three = (3, (3, 0, 2))
         assert on_each(clients, work) == [(1, *three, None), None, (2, *three, (0, (2, 3))), (0, *three, (1, (2, 3)))]
+        assert clients[0].get("key") == b"of the world"
 
 
-def test_one_name_is_two_things_in_two_groups():
-    def work(client):
-        group = client.group([0, 1] if client.rank < 2 else [2, 3], "low" if client.rank < 2 else "high")
-        if group.rank == 0:
-            group.set("key", group.name.encode())
-        value = group.get("key")
-        group.barrier()
-        if group.rank == 1:
-            group.delete("key")
-        client.barrier()
-        return value
-
-    with world(4) as clients:
-        assert on_each(clients, work) == [b"low", b"low", b"high", b"high"]
-
-
-def test_a_member_that_does_not_come_is_named_by_its_rank_in_the_world():
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_keys_of_a_group_go_once_all_its_members_have_left(first):
+    """Else a run that makes many groups fills the store. Who has left the world has left its groups."""
     with world(3) as clients:
-        with pytest.raises(gs.RendezvousTimeout) as raised:
-            clients[1].group([2, 1], "pair").barrier(timeout_seconds=0.01)
-        assert raised.value.missing_ranks == (2,)
-
-
-def test_groups_that_all_have_left_leave_nothing():
-    """Else a run that makes many groups fills the store: it holds 64 MiB."""
-    members = [each for size in (1, 2, 3) for each in itertools.permutations(range(3), size)]
-
-    def work(client):
-        client.set("kept", b"of the world")
-        for repeat in range(3):
-            for number, each in enumerate(members):
-                if client.rank in each:
-                    group = client.group(each, f"world/{number}#{repeat}")
-                    group.set(f"of {group.rank}", bytes(60 * 1024))
-                    group.barrier()
-                    group.close()
-                    group.close()
-        client.barrier()
-        for repeat in range(3):
-            for number in range(len(members)):
-                with pytest.raises(gs.RendezvousTimeout):
-                    client.get(f"world/{number}#{repeat}/of 0", timeout_seconds=0)
-        return client.get("kept")
-
-    with world(3) as clients:
-        assert on_each(clients, work) == [b"of the world"] * 3
-
-
-def test_who_has_left_the_world_has_left_its_groups():
-    for leaves_the_world_first in (True, False):
-        with world(3) as clients:
-            groups = [client.group([0, 1], "pair") for client in clients[:2]]
-            groups[0].set("key", b"value")
-            for leave in (groups[0].close, clients[1].close)[:: -1 if leaves_the_world_first else 1]:
-                assert clients[2].get("pair/key") == b"value"
-                leave()
-                clients[0].set("the server has read what this rank said before", b"")
-            with pytest.raises(gs.RendezvousTimeout):
-                clients[2].get("pair/key", timeout_seconds=0.01)
-
-
-def test_who_has_left_a_communicator_is_known_with_its_position_until_all_have():
-    with world(3) as clients:
-        groups = {rank: clients[rank].group([0, 2], "pair") for rank in (0, 2)}
-        groups[2].announce_left("pair", 57)
-        groups[2].set("said", b"")
-        groups[0].get("said")
-        assert groups[0].left_ranks("pair") == {2: 57}
-        assert clients[1].left_ranks("another") == {}
-        groups[0].announce_left("pair", 57)
-        assert groups[0].left_ranks("pair") == {}
+        group = clients[0].group([0, 1], "pair")
+        group.set("key", b"value")
+        leaving = [group.close, clients[1].close]
+        for leave in (leaving[first], leaving[1 - first]):
+            again = clients[0].group([0, 1], "pair")
+            assert again.get("key") == b"value"
+            leave()
+        with pytest.raises(gs.RendezvousTimeout):
+            again.get("key", timeout_seconds=0.01)
 
 
 @pytest.mark.xfail(strict=True, raises=TypeError, reason="until rendezvous is rebuilt: values go to all, n squared")

@@ -164,21 +164,6 @@ def test_ranks_join_a_server_that_runs_by_itself(rank, served, secret_file):
         gs.destroy_process_group()
 
 
-def test_serve_says_what_to_set_for_each_rank(cli, secret_file):
-    """On a terminal; else there is only the address."""
-    program = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"
-    gradsync = [sys.executable, "-m", "gradsync", "serve", "--world-size", 2, "--secret-file", secret_file]
-    process = cli.start_program(sys.executable, "-c", program, *gradsync, stdin=subprocess.DEVNULL)
-    said = process.read_until("GRADSYNC_SECRET_FILE")
-    address = said.split()[0]
-    for line in (
-        f"export GRADSYNC_ADDRESS={address}",
-        "export GRADSYNC_HOSTED=1",
-        f"GRADSYNC_SECRET_FILE={secret_file}",
-    ):
-        assert line in said
-
-
 # -- What is missing, or wrong ----------------------------------------------------------------------------------------
 
 

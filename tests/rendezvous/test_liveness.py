@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import os
+import contextlib
 import shutil
 import signal
 import subprocess
@@ -15,60 +13,43 @@ import pytest
 import gradsync as gs
 from commands import wait_until
 from gradsync.machine import machine_identity  # a peer on this machine has to say so; no public name gives it
-from rendezvous.clients import connect, failure_of, world_with_peer
-from rendezvous.peer import Kind
-
-
-@pytest.mark.ranks(2, fresh=True)
-def test_a_stopped_rank_has_failed(comm):
-    pids = comm.objects.all_gather(os.getpid())
-    if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    with pytest.raises(gs.RankFailed) as raised:
-        comm.barrier()
-    assert (raised.value.rank, raised.value.phase, raised.value.was_silent) == (1, "running", True)
-    if comm.rank == 0:
-        os.kill(pids[1], signal.SIGCONT)
+from gradsync.rendezvous.server import RendezvousServer
+from rendezvous.clients import connect, failure_of, together
+from rendezvous.peer import SECRET, Kind, Peer
 
 
 @pytest.fixture
-def program(tmp_path):
-    """A process whose name is no help to whoever reads /proc."""
+def programs(tmp_path):
+    """Three processes whose name is no help to whoever reads /proc."""
     path = tmp_path / "x) T ("
     path.symlink_to(sys.executable)
-    with subprocess.Popen([path, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
-        yield process
-        process.kill()
+    with contextlib.ExitStack() as stack:
+        started = [subprocess.Popen([path, "-S", "-c", "input()"], stdin=subprocess.PIPE) for _ in range(3)]
+        for process in started:
+            stack.enter_context(process)
+            stack.callback(process.kill)
+        yield started
 
 
-@pytest.mark.parametrize("state", ["stopped", "ended"])
-def test_a_silent_rank_whose_process_is_stopped_or_gone_has_failed(program, state):
-    """Gone, and its connection is still open: a child holds it."""
-    with world_with_peer(2, pid=program.pid, machine=machine_identity()) as (clients, _):
-        program.send_signal(signal.SIGSTOP if state == "stopped" else signal.SIGKILL)
-        failure = failure_of(clients[0])
-        assert type(failure) is gs.RankFailed
-        assert (failure.rank, failure.was_silent) == (1, True)
-        assert f"pid {program.pid}" in str(failure)
+def test_of_two_silent_ranks_the_one_whose_process_is_stopped_or_gone_has_failed(programs):
+    """Gone, and its connection is still open: a child holds it. The other one, silent for longer, may only be busy."""
+    busy, stopped, gone = programs
 
+    def failure(process, number):
+        with (
+            RendezvousServer(3, secret=SECRET) as server,
+            Peer.of_client(server.address) as first,
+            Peer.of_client(server.address) as second,
+        ):
+            first.send(Kind.JOIN, 1, 3, machine_identity(), "host", busy.pid)
+            second.send(Kind.JOIN, 2, 3, machine_identity(), "host", process.pid)
+            with connect(server, 0, 3) as client:
+                process.send_signal(number)
+                return failure_of(client)
 
-def test_a_silent_rank_whose_process_runs_is_worth_one_line_in_the_log(program, caplog):
-    with (
-        caplog.at_level(logging.WARNING, "gradsync"),
-        world_with_peer(2, pid=program.pid, machine=machine_identity()) as (clients, peer),
-    ):
-        wait_until(lambda: f"rank 1/2 (pid {program.pid}) has sent nothing" in caplog.text)
-        peer.ask(Kind.SET, "key", b"")
-        wait_until(lambda: "responds again" in caplog.text)
-        clients[0].check()
-        assert caplog.text.count("has sent nothing") == 1
-
-
-@pytest.mark.ranks(2)
-def test_a_rank_that_holds_python_s_lock_for_seconds_has_not_failed(comm):
-    if comm.rank == 1:
-        ctypes.PyDLL(None).usleep(4_000_000)  # what a PyDLL calls keeps the lock
-    comm.barrier()
+    for error in together(lambda: failure(stopped, signal.SIGSTOP), lambda: failure(gone, signal.SIGKILL)):
+        assert type(error) is gs.RankFailed
+        assert (error.rank, error.phase, error.was_silent) == (2, "running", True)
 
 
 PARTITION = """

@@ -91,18 +91,6 @@ def test_ranks_that_wait_for_each_other_are_a_circle(file_regression):
         file_regression.check(text)
 
 
-def test_a_circle_of_two_groups_is_found():
-    with world(2) as clients:
-        describe(clients[0], {"a": 3, "b": 4}, "", {"a": [(3, 1, "barrier", True)], "b": [(4, 1, "barrier", False)]})
-        describe(clients[1], {"a": 2, "b": 5}, "", {"a": [(2, 1, "barrier", False)], "b": [(5, 2, "all_reduce", True)]})
-        clients[1].report_waiting("b", 5, "all_reduce #5", 5.0, [0])
-        clients[1].set("said", b"")
-        clients[0].get("said")
-        error = stuck_error(clients[0], "a", 3, "barrier #3", [1])
-        assert error.missing_ranks == (1,)
-        assert "circle" in str(error)
-
-
 def test_a_group_s_members_alone_can_be_missing():
     with world(3) as clients:
         describe(clients[0], {"pair": 4}, "here")
@@ -113,22 +101,6 @@ def test_a_group_s_members_alone_can_be_missing():
         assert pair.has_failed()
 
 
-@pytest.mark.parametrize(("groups", "missing"), [(15, (2,)), (16, ())])
-def test_a_rank_that_names_as_many_groups_as_it_may_can_be_anywhere_in_others(groups, missing):
-    with world_with_peer(3) as (clients, peer):
-        for client in clients:
-            describe(client, {"pair": 4}, "")
-        with thread_of(lambda: stuck_error(clients[0], "pair", 4, "barrier #4")) as got:
-            assert peer.answer().kind == Kind.STATUS_REQUEST
-            peer.send(Kind.STATUS, {f"group {number}": [9, []] for number in range(groups)}, "")
-            assert got().missing_ranks == missing
-
-
-def test_ranks_that_do_not_exist_and_the_rank_itself_are_not_missing():
-    with world(3) as clients:
-        assert stuck_error(clients[0], missing=[0, 1, 7]).missing_ranks == (1,)
-
-
 def test_a_rank_that_has_left_is_missing_and_not_asked():
     with world(3) as clients:
         clients[2].close()
@@ -137,55 +109,12 @@ def test_a_rank_that_has_left_is_missing_and_not_asked():
         assert "has left" in str(error)
 
 
-def test_a_rank_that_is_itself_held_up_is_not_the_first_to_blame():
-    """Rank 1 waits for what rank 2 is to set."""
-    with (
-        world_with_peer(3, rank=1) as (clients, peer),
-        thread_of(lambda: stuck_error(clients[0], missing=[1, 2])) as got,
-    ):
-        assert peer.answer().kind == Kind.STATUS_REQUEST
-        peer.send(Kind.GET, "set by rank 2", None)
-        peer.send(Kind.STATUS, {}, "in get()")
-        assert got().missing_ranks == (2, 1)
-
-
 def test_the_death_of_a_rank_that_is_asked_is_the_failure():
     with world_with_peer(3) as (clients, peer), thread_of(lambda: stuck_error(clients[0], missing=[2])) as waiting:
         assert peer.answer().kind == Kind.STATUS_REQUEST
         peer.stream.close()
         error = waiting()
         assert (type(error), error.rank) == (gs.RankFailed, 2)
-
-
-def test_a_rank_that_does_not_answer_is_missing_all_the_same():
-    with world_with_peer(2) as (clients, peer):
-        describe(clients[0], {"world": 7}, "in wait()")
-        error = stuck_error(clients[0], missing=[1])
-        assert (type(error), error.missing_ranks) == (gs.CollectiveTimeout, (1,))
-        assert "did not answer" in str(error)
-        assert peer.answer().kind == Kind.STATUS_REQUEST  # once
-        assert peer.answer().kind == Kind.FAILED
-
-
-def test_an_answer_that_nobody_has_asked_for_is_not_in_the_report():
-    with world_with_peer(2) as (clients, peer):
-        peer.send(Kind.STATUS, {"world": [7, [[7, 9, "flush", True]]]}, "unasked")
-        with thread_of(lambda: stuck_error(clients[0], missing=[1])) as waiting:
-            assert peer.answer().kind == Kind.STATUS_REQUEST
-            peer.send(Kind.STATUS, {"world": [6, []]}, "asked")
-            text = str(waiting())
-        assert "unasked" not in text
-        assert "asked" in text
-
-
-def test_a_report_after_a_failure_gets_that_failure():
-    with world_with_peer(2) as (clients, peer):
-        clients[0].report_failure("ValueError")
-        assert type(stuck_error(clients[0], missing=[1])) is gs.RankFailed
-        assert peer.answer().kind == Kind.FAILED
-        for is_over in (True, False):
-            peer.send(Kind.STUCK, "world", None, 7, WHAT, 300_000, [0], is_over)
-        assert peer.ask(Kind.SET, "key", b"").kind == Kind.FAILED
 
 
 def test_a_rank_that_says_too_much_or_raises_harms_nobody():
@@ -261,26 +190,3 @@ def test_one_notice_says_who_waits_for_whom(caplog):
         first, second = notices(caplog)
         assert first.startswith("gradsync: ranks 0, 1 and 3 have waited 5 s in barrier #4 for rank 2; rank 2 (pid ")
         assert "barrier #5" in second
-
-
-def test_who_is_missing_follows_from_what_each_rank_has_begun():
-    with world_with_peer(3) as (clients, peer):
-        describe(clients[0], {"world": 7}, "")
-        describe(clients[1], {"world": 8}, "")  # launched ahead, on a GPU
-        peer.send(Kind.HEARTBEAT, {"world": 6})
-        with thread_of(lambda: stuck_error(clients[0])) as waiting:
-            while (kind := peer.answer().kind) != Kind.STATUS_REQUEST:
-                assert kind == Kind.REPLY
-            peer.send(Kind.STATUS, {"world": [6, []]}, "")
-            assert waiting().missing_ranks == (2,)
-
-
-def test_waits_in_messages_are_all_in_the_notice_with_their_lines(caplog):
-    with caplog.at_level(logging.WARNING, "gradsync"), world(2) as clients:
-        for client in clients:
-            what = f"message({client.rank} to {1 - client.rank}) at train.py:{41 + client.rank}"
-            client.report_waiting("world", OF_MESSAGES, what, 5.0, [1 - client.rank])
-        wait_until(lambda: notices(caplog))
-        [notice] = notices(caplog)
-        assert "train.py:41" in notice
-        assert "train.py:42" in notice

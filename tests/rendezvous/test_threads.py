@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import sys
-import threading
 import time
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 import gradsync as gs
 from commands import is_running, wait_until
 from gradsync.rendezvous.server import RendezvousServer
-from rendezvous.clients import connect, join_all, on_each, together
+from rendezvous.clients import join_all, together
 from rendezvous.peer import SECRET
 
 
@@ -237,17 +236,6 @@ def test_a_fork_in_the_middle_of_a_send_harms_neither_parent_nor_child(cli):
     assert cli.python("-W", "ignore", "-c", FORKS)[::2] == (0, "")
 
 
-def test_one_thread_reads_for_a_client_and_all_its_groups_and_ends_with_it():
-    with RendezvousServer(1, secret=SECRET) as server:
-        before = set(threading.enumerate())
-        with connect(server) as client:
-            for number in range(3):
-                client.group([0], f"group {number}").barrier()
-            begun = set(threading.enumerate()) - before
-            assert all(thread.daemon for thread in begun)  # Python waits for no rank that has forgotten to close
-        wait_until(lambda: not any(thread.is_alive() for thread in begun))
-
-
 CLOSED = """
 import os, sys
 from gradsync.errors import RendezvousError
@@ -267,15 +255,3 @@ def test_a_descriptor_that_the_program_closes_is_a_typed_error(cli):
     with RendezvousServer(1, secret=SECRET) as server:
         result = cli.python("-c", CLOSED, server.address, SECRET.hex())
         assert (result.code, result.out, result.err) == (0, "closed\n", "")
-
-
-@pytest.mark.ranks(2)
-def test_many_threads_of_many_groups_use_one_connection(comm):
-    groups = [comm.new_group([0, 1]) for _ in range(4)]
-
-    def use(group):
-        for number in range(20):
-            assert group.objects.all_gather((group.rank, number)) == [(0, number), (1, number)]
-
-    assert together(*[lambda group=group: use(group) for group in groups]) == [None] * 4
-    on_each(groups, lambda group: group.close())
