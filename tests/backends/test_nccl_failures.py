@@ -64,37 +64,32 @@ def failure_of(comm):
 # -- Ranks that differ ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(on={"fake": (2, 3), "gpu": (2,)}, environment=HANGS)
-@pytest.mark.parametrize("instead", ["another bucket", "another collective", "all differ"])
-def test_ranks_that_differ_are_told_before_data_move_and_go_on(comm, instead):
+@pytest.mark.ranks(on={"fake": (3,), "gpu": (2,)}, environment=HANGS)
+def test_ranks_that_differ_are_told_before_data_move_and_go_on(comm):
     callback = gs.AllreduceCallback("sum", comm, threshold_bytes=1)
-    array = full(1, 3)
-    for _ in range(3):
-        step(callback, "abcde")
-    with pytest.raises(gs.PlanMismatch) as raised:
-        if instead == "all differ":
-            step(callback, "abcd" + "xyz"[comm.rank])
-        elif comm.rank != 1:
-            step(callback, "abcde")
-        elif instead == "another bucket":
-            step(callback, "abced")
-        else:
-            comm.all_reduce(array)
-    ranks = set(range(comm.world_size))
-    assert set(raised.value.descriptions) == set(raised.value.places) == ranks
-    assert all(place.startswith(__file__) for place in raised.value.places.values())
-    assert_all(array, 1)
-    for _ in range(2):
-        assert_all(step(callback, "abcde")[1].result(), 2 * comm.world_size)
+    array, ranks = full(1, 3), set(range(comm.world_size))
+    attempts = {
+        "another bucket": lambda: step(callback, "abced" if comm.rank == 1 else "abcde"),
+        "another collective": lambda: comm.all_reduce(array) if comm.rank == 1 else step(callback, "abcde"),
+        "all differ": lambda: step(callback, "abcd" + "xyz"[comm.rank]),
+    }
+    for attempt in attempts.values():
+        for _ in range(3):
+            assert_all(step(callback, "abcde")[1].result(), 2 * comm.world_size)
+        with pytest.raises(gs.PlanMismatch) as raised:
+            attempt()
+        assert set(raised.value.descriptions) == set(raised.value.places) == ranks
+        assert all(place.startswith(__file__) for place in raised.value.places.values())
+        assert_all(array, 1)
+    assert_all(step(callback, "abcde")[1].result(), 2 * comm.world_size)
 
 
 # -- Collectives that miss a rank -------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(on={"fake": (2,), "gpu": (2,)}, fresh=True, environment=HANGS, options=DEADLINE)
-@pytest.mark.parametrize("what", ["bucket", "host array"])
-def test_every_rank_is_told_when_a_collective_reaches_its_deadline(comm, what):
-    """Rank 1 has launched it, behind work that does not end."""
+def test_every_rank_is_told_when_a_collective_reaches_its_deadline(comm):
+    """Rank 1 has launched a bucket, and a collective of a host array, behind work that does not end."""
     callback = gs.AllreduceCallback("sum", comm)
     step(callback)[0].numpy()
     array = full(1, 10)
@@ -104,34 +99,27 @@ def test_every_rank_is_told_when_a_collective_reaches_its_deadline(comm, what):
         obstacle.lift()
     with obstacle:
         with stream:
-            if what == "bucket":
-                future = callback("a", array)
-                callback.flush()
-            else:
-                future = comm.asynchronous.all_reduce(np.ones(10))
-        wait_until(future.done)
-        assert isinstance(future.exception(), gs.CollectiveTimeout)
-        with pytest.raises(gs.CollectiveTimeout):
-            future.result()
+            bucket = callback("a", array)
+            callback.flush()
+            on_host = comm.asynchronous.all_reduce(np.ones(10))
+        for future in (bucket, on_host):
+            wait_until(future.done)
+            assert isinstance(future.exception(), gs.CollectiveTimeout)
+            with pytest.raises(gs.CollectiveTimeout):
+                future.result()
         with pytest.raises(gs.CommunicatorClosed):
             comm.barrier()
 
 
 @pytest.mark.ranks(2, on=("fake",), fresh=True, options=DEADLINE, environment={"CUDA_LAUNCH_BLOCKING": "1", **HANGS})
-@pytest.mark.parametrize("what", ["bucket", "collective"])
-def test_the_deadline_of_a_call_that_blocks_the_host(comm, what):
+def test_the_deadline_of_a_call_that_blocks_the_host(comm):
     """With CUDA_LAUNCH_BLOCKING=1, as hints at failed GPUs advise: the host itself waits for the other rank."""
-    callback, array = gs.AllreduceCallback("sum", comm, threshold_bytes=1), full(1, 10)
-
-    def reduce():
-        callback("a", array) if what == "bucket" else comm.all_reduce(array)
-
-    reduce()
-    callback.flush()
+    callback = gs.AllreduceCallback("sum", comm)
+    step(callback)
     if comm.rank == 1:
         agree_and_not_come()
     with pytest.raises(gs.CollectiveTimeout):
-        reduce()
+        step(callback)
         raise failure_of(comm)
 
 
@@ -145,24 +133,11 @@ def test_the_deadline_of_a_first_contact(comm):
         raise failure_of(comm)
 
 
-@stuck_with_deadline
-def test_a_rank_that_does_not_call_is_named_to_all(comm):
-    comm.barrier()
-    if comm.rank == 0:
-        with pytest.raises(gs.CollectiveTimeout) as raised:
-            comm.all_reduce(full(1, 3))
-        assert raised.value.missing_ranks == (1,)
-    else:
-        assert failure_of(comm).missing_ranks == (1,)
-
-
 @pytest.mark.ranks(3, on=("fake",), fresh=True, environment=HANGS, options=DEADLINE)
-@pytest.mark.parametrize("what", ["message", "collective of a group"])
-def test_what_misses_a_rank_of_a_few_names_it_to_all(comm, what):
-    group = comm.new_group([0, 2])
+def test_a_message_that_misses_its_sender_names_it_to_all(comm):
     if comm.rank == 0:
         with pytest.raises(gs.CollectiveTimeout) as raised:
-            comm.recv(full(0, 3), 2) if what == "message" else group.all_reduce(full(1))
+            comm.recv(full(0, 3), 2)
         assert raised.value.missing_ranks == (2,)
     else:
         assert failure_of(comm).missing_ranks == (2,)
@@ -197,23 +172,21 @@ def test_so_is_rank_0_which_made_the_unique_id(comm, tmp_path):
 
 
 @pytest.mark.ranks(2, on=("fake",), fresh=True)
-@pytest.mark.parametrize("what", ["collective", "message", "group"])
-def test_a_rank_that_has_closed_is_named_to_who_still_needs_it(comm, tmp_path, what):
-    meet(tmp_path, comm, "both have begun")
+def test_a_rank_that_has_closed_is_named_to_who_still_needs_it(comm, tmp_path):
+    """In a message, and in the making of a group; collectives: the contract."""
+    groups = [comm.new_group([0, 1]) for _ in range(2)]
+    meet(tmp_path, comm, "both have the groups")
     if comm.rank == 1:
-        comm.close()
+        for group in groups:
+            group.close()
         tell(tmp_path, "closed")
         hear(tmp_path, "failed")
         return
     hear(tmp_path, "closed")
-    calls = {
-        "collective": comm.barrier,
-        "message": lambda: comm.recv(full(0, 3), 1),
-        "group": lambda: comm.new_group([0, 1]),
-    }
-    with pytest.raises(gs.RankFailed) as raised:
-        calls[what]()
-    assert raised.value.rank == 1
+    for call in (lambda: groups[0].recv(full(0, 3), 1), lambda: groups[1].new_group([0, 1])):
+        with pytest.raises(gs.RankFailed) as raised:
+            call()
+        assert raised.value.rank == 1
     tell(tmp_path, "failed")
 
 
@@ -238,24 +211,15 @@ def test_an_abort_ends_a_stuck_collective_at_once(comm, tmp_path):
     gs.destroy_process_group()
 
 
-@pytest.mark.ranks(3, on=("fake",), fresh=True, environment=HANGS)
-def test_an_abort_names_its_culprit(comm):
-    if comm.rank == 1:
-        comm.abort("rank 2 told nonsense", culprit=2)
-    else:
-        assert failure_of(comm).rank == 2
-
-
 @stuck
-@pytest.mark.parametrize("what", ["objects", "new_group"])
-def test_another_thread_may_abort_what_waits_for_ranks(comm, tmp_path, what):
+def test_another_thread_may_abort_the_making_of_a_group(comm, tmp_path):
     meet(tmp_path, comm, "both have begun")
     if comm.rank == 0:
         assert isinstance(failure_of(comm), gs.RankFailed)
         return
     threading.Timer(0.1, comm.abort, ["enough"]).start()
     with pytest.raises(gs.CommunicatorClosed):
-        comm.new_group([0, 1]) if what == "new_group" else comm.objects.all_gather(1)
+        comm.new_group([0, 1])
 
 
 @pytest.mark.ranks(2, on=("fake",), fresh=True)
@@ -374,30 +338,27 @@ def test_closing_beside_a_stuck_collective_fails_its_futures(comm, tmp_path):
 # -- Errors of NCCL and of the GPU ------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(1, on=("fake",), fresh=True)
+@pytest.mark.ranks(1, on=("fake",))
 def test_errors_of_nccl_have_its_code_and_name(comm):
+    """All codes: tests/real_cupy/test_library.py. CuPy's own error does not know the last ones."""
     from cupy.cuda import nccl
 
-    names = {1: "ncclUnhandledCudaError", 4: "ncclInvalidArgument", 5: "ncclInvalidUsage", 6: "ncclRemoteError"}
-    errors = {code: nccl.NcclError(code) for code in names}
-    names |= {7: "ncclInProgress", 8: "ncclTimeout"}  # which CuPy's own error does not know
-    errors |= {code: KeyError(code) for code in (7, 8)}
-    gs.destroy_process_group()
-    all_reduce = communicator_class().allReduce
-    for code, error in errors.items():
+    for error, code, name in (
+        (nccl.NcclError(5), 5, "ncclInvalidUsage"),
+        (KeyError(7), 7, "ncclInProgress"),
+        (KeyError(8), 8, "ncclTimeout"),
+    ):
 
         def refuse(*_, error=error):
             raise error
 
-        with pytest.raises(gs.NcclError) as raised, gs.init_process_group("nccl") as comm:
-            communicator_class().allReduce = refuse
-            try:
-                comm.all_reduce(full(1, 3))
-            finally:
-                communicator_class().allReduce = all_reduce
-                with pytest.raises(gs.CommunicatorClosed):
-                    comm.barrier()
-        assert (raised.value.code, raised.value.name) == (code, names[code])
+        group = comm.new_group([0])
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(gs.NcclError) as raised:
+            patch.setattr(communicator_class(), "allReduce", refuse)
+            group.all_reduce(full(1, 3))
+        assert (raised.value.code, raised.value.name) == (code, name)
+        with pytest.raises(gs.CommunicatorClosed):
+            group.barrier()
 
 
 @pytest.mark.ranks(2, on=("fake",), fresh=True)
@@ -442,17 +403,14 @@ def test_the_other_ranks_are_told_whose_nccl_or_gpu_has_failed(comm, tmp_path, h
 
 
 @pytest.mark.ranks(2, on=("fake",), fresh=True)
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_whatever_ends_a_group_of_calls_leaves_none_open(comm, error):
+def test_whatever_ends_a_group_of_calls_leaves_none_open(comm):
     from cupy.cuda import nccl
 
     source = full(1, 10)
     comm.all_to_all(source)
-    send = communicator_class().send
 
     def interrupt(*_):
-        communicator_class().send = send
-        raise error
+        raise KeyboardInterrupt
 
     if comm.rank == 1:
         with pytest.raises(gs.RankFailed):
@@ -460,7 +418,7 @@ def test_whatever_ends_a_group_of_calls_leaves_none_open(comm, error):
             raise failure_of(comm)
         return
     communicator_class().send = interrupt
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         comm.all_to_all(source)
     with pytest.raises(nccl.NcclError):
         nccl.groupEnd()
@@ -565,7 +523,7 @@ def test_a_rank_that_can_start_no_thread_says_so_and_the_ranks_may_try_again(ran
     assert refused_at > 3
 
 
-@pytest.mark.ranks(on={"fake": (1, 2), "gpu": (1, 2)}, fresh=True)
+@pytest.mark.ranks(on={"fake": (2,), "gpu": (1, 2)}, fresh=True)
 def test_generation_after_generation(comm):
     options = {"allow_shared_gpu": True}
     for generation in range(3):
