@@ -105,19 +105,13 @@ def test_each_size_is_right_whether_it_travels_with_the_comparison_or_after_it(c
 
 
 @pytest.mark.ranks(2, on=("mpi",))
-def test_ranks_that_call_different_things_all_raise_with_their_lines_and_go_on(comm):
+def test_messages_that_meet_something_else_raise_on_both_ranks_and_they_go_on(comm):
+    """Collectives that differ: the contract."""
     array = np.ones(1000)
     for of_rank_1, of_rank_0 in [
-        (lambda: comm.broadcast(array), lambda: comm.all_reduce(array)),
-        (lambda: comm.all_reduce(np.ones(999)), lambda: comm.all_reduce(array)),
-        (lambda: comm.all_reduce(np.ones(10**6)), lambda: comm.all_reduce(array)),
         (lambda: comm.recv(array, 0), lambda: comm.all_reduce(array)),
         (lambda: comm.send(array, 0), comm.barrier),
         (lambda: comm.exchange(array, dest=0, out=array.copy(), source=0), comm.barrier),
-        (
-            lambda: comm.exchange(np.ones(4), dest=0, out=np.ones(11), source=0),
-            lambda: comm.exchange(np.ones(3), dest=1, out=np.ones(10), source=1),
-        ),
     ]:
         with pytest.raises(gs.PlanMismatch) as raised:
             (of_rank_1 if comm.rank else of_rank_0)()
@@ -190,15 +184,6 @@ def test_process_groups_and_backends_follow_each_other(comm, tmp_path):
         assert world.all_reduce(np.ones(3))[0] == 2
         with gs.override_backend("shm" if backend == "mpi" else "mpi") as other:
             assert other.all_reduce(np.ones(3))[0] == 2
-
-
-@pytest.mark.ranks(2, on=("mpi",))
-def test_a_child_of_a_fork_ends_alone(comm):
-    child = os.fork()
-    if child == 0:
-        os._exit(int(gs.get_communicator() is None))  # also if that raises
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (0, 1)
-    assert comm.all_reduce(np.ones(3))[0] == 2
 
 
 # -- What ends a job ---------------------------------------------------------------------------------------------------

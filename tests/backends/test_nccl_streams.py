@@ -11,8 +11,7 @@ from obstacle import Obstacle
 
 # Pauses on each stream, and work that an obstacle holds up until the host has made all its calls.
 DELAYS = {"FAKE_CUPY_DELAY_MS": "1"}
-slow_streams = pytest.mark.ranks(on={"fake": (1, 2), "gpu": (1, 2)}, environment=DELAYS)
-two_slow_streams = pytest.mark.ranks(on={"fake": (2, 3), "gpu": (2,)}, environment=DELAYS)
+slow_streams = pytest.mark.ranks(on={"fake": (2,), "gpu": (1, 2)}, environment=DELAYS)
 
 ROWS = 600
 
@@ -44,7 +43,7 @@ def collectives(comm, source):
     }
 
 
-@slow_streams
+@pytest.mark.ranks(on={"fake": (1, 3), "gpu": (1, 2)}, environment=DELAYS)
 def test_every_collective_reads_its_source_when_its_stream_has_made_it(comm):
     comm.barrier()
     for name in collectives(comm, None):
@@ -104,24 +103,24 @@ def test_default_streams_of_each_thread(comm):
     assert_all(result, comm.world_size * total(comm, 1))
 
 
-@two_slow_streams
-@pytest.mark.parametrize("threshold_bytes", [1, 2 * 4 * SIZE, 10**7])
-def test_a_callback_reduces_what_several_streams_make(comm, threshold_bytes):
-    callback = gs.AllreduceCallback("sum", comm, threshold_bytes=threshold_bytes)
-    callback.flush()  # the ranks compare the callback, which waits for the device
-    for number_of_streams in (1, 3, 4):
-        gradients = [full(0) for _ in range(4)]
-        streams = [side_stream() for _ in range(number_of_streams)]
-        obstacles = [Obstacle(stream) for stream in streams]
-        for index, gradient in enumerate(gradients):
-            with streams[index % number_of_streams]:
-                gradient += comm.rank + index
-                callback(index, gradient)
-        callback.flush()
-        for obstacle in obstacles:
-            obstacle.lift()
-        for index, gradient in enumerate(gradients):
-            assert_all(gradient, total(comm, index))
+@slow_streams
+def test_a_callback_reduces_what_several_streams_make(comm):
+    for threshold_bytes in (1, 2 * 4 * SIZE, 10**7):
+        callback = gs.AllreduceCallback("sum", comm, threshold_bytes=threshold_bytes)
+        callback.flush()  # the ranks compare the callback, which waits for the device
+        for number_of_streams in (1, 3, 4):
+            gradients = [full(0) for _ in range(4)]
+            streams = [side_stream() for _ in range(number_of_streams)]
+            obstacles = [Obstacle(stream) for stream in streams]
+            for index, gradient in enumerate(gradients):
+                with streams[index % number_of_streams]:
+                    gradient += comm.rank + index
+                    callback(index, gradient)
+            callback.flush()
+            for obstacle in obstacles:
+                obstacle.lift()
+            for index, gradient in enumerate(gradients):
+                assert_all(gradient, total(comm, index))
 
 
 @slow_streams
@@ -150,27 +149,33 @@ def test_a_step_and_its_results_never_make_the_host_wait(comm):
                 assert_all(result, total(comm, index + step) / comm.world_size, producer)
 
 
-@two_slow_streams
-@pytest.mark.parametrize("way", ["result", "wait", "wait(stream)", "wait(handle)"])
-def test_a_future_orders_the_stream_that_uses_the_result(comm, way):
+@slow_streams
+def test_a_future_orders_the_stream_that_uses_the_result(comm):
+    ways = {
+        "result": lambda future, _: future.result(),
+        "wait": lambda future, _: future.wait(),
+        "wait of a stream": lambda future, consumer: future.wait(consumer),
+        "wait of a handle": lambda future, consumer: future.wait(consumer.ptr),
+    }
     callback = gs.AllreduceCallback("sum", comm)
     callback.flush()  # the ranks compare the callback, which waits for the device
-    gradient, copy, producer, consumer = full(0), full(0), side_stream(), side_stream()
-    with Obstacle(producer):
-        with producer:
-            gradient += comm.rank
-            future = callback("w", gradient)
-            callback.flush()  # orders the producer's stream, which is not the consumer's
-        if "(" in way:
-            future.wait(consumer if way == "wait(stream)" else consumer.ptr)
-        with consumer:
-            if "(" not in way:
-                getattr(future, way)()
-            copy += gradient
-    assert_all(copy, total(comm, 0), consumer)
+    for name, order in ways.items():
+        gradient, copy, producer, consumer = full(0), full(0), side_stream(), side_stream()
+        with Obstacle(producer):
+            with producer:
+                gradient += comm.rank
+                future = callback("w", gradient)
+                callback.flush()  # orders the producer's stream, which is not the consumer's
+            if " of " in name:
+                order(future, consumer)  # while another stream is current
+            with consumer:
+                if " of " not in name:
+                    order(future, consumer)
+                copy += gradient
+        assert_all(copy, total(comm, 0), consumer)
 
 
-@two_slow_streams
+@slow_streams
 def test_futures_of_collectives_from_other_streams(comm):
     comm.barrier()
     sources, futures = [full(0) for _ in range(4)], []

@@ -72,11 +72,10 @@ def test_new_arrays_at_old_addresses(comm):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("seed", range(3))
-def test_messages_and_collectives_of_ranks_that_pause_as_they_like(comm, seed):
+def test_messages_and_collectives_of_ranks_that_pause_as_they_like(comm):
     """All draw the same steps: each ends as it must, and what did not fit leaves no trace for the next."""
-    steps, pauses = np.random.default_rng(seed), np.random.default_rng([seed, comm.rank])
     n, rank = comm.world_size, comm.rank
+    steps, pauses = np.random.default_rng(7), np.random.default_rng([7, rank])
     for step in range(150):
         kind = steps.choice(["message", "message", "size", "ring", "barrier", "all_reduce", "gather"])
         size = int(steps.choice([0, 1, 100, 5_000, 200_000, 400_000]))
@@ -323,15 +322,3 @@ def test_a_rank_that_nobody_waits_for_is_left_alone(comm):
     comm.barrier()
     time.sleep(3.0)  # both compute past the deadline
     comm.barrier()
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(2, options={"collective_timeout_seconds": 2.0}, fresh=True)
-def test_of_many_groups_the_one_in_use_is_in_the_report(comm, tmp_path):
-    groups = [comm.split(0) for _ in range(60)]
-    if comm.rank == 1:
-        wait_until((tmp_path / "reached").exists)
-    with pytest.raises(gs.CollectiveTimeout) as raised:
-        groups[7].barrier()
-    (tmp_path / "reached").touch()
-    assert f"group '{groups[7].recorder.group}'" in str(raised.value)
