@@ -1,7 +1,6 @@
 """The fake of CuPy itself: that it breaks what a GPU would break. What it models: fake_cupy/cupy/__init__.py."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -62,22 +61,10 @@ def test_freed_memory_goes_to_the_next_array_while_a_stream_still_reads_it(comm)
 
 
 @pytest.mark.ranks(1, on=("fake",))
-def test_arrays_compute_as_numpy_does_and_do_not_mix_with_host_memory(comm):
+def test_arrays_do_not_mix_with_host_memory(comm):
     import cupy
 
-    host = np.arange(12, dtype=np.float32).reshape(3, 4)
-    array = cupy.asarray(host)
-    for computed, expected in [
-        (2 * array - 1, 2 * host - 1),
-        (-array / (array + 1), -host / (host + 1)),
-        (array[1:, ::2].T.reshape(-1), host[1:, ::2].T.reshape(-1)),
-        (array.ravel("F").astype(np.int16), host.ravel("F").astype(np.int16)),
-        (array.sum(axis=0), host.sum(axis=0)),
-        (array.max(), host.max()),
-        (cupy.concatenate([array[0], array[:, 0]]), np.concatenate([host[0], host[:, 0]])),
-        (cupy.from_dlpack(array[:, 1:3]), host[:, 1:3]),
-    ]:
-        np.testing.assert_array_equal(computed.get(), expected, strict=True)
+    host, array = np.arange(12, dtype=np.float32), cupy.arange(12, dtype=np.float32)
     mixed = np.asarray, np.sum, lambda a: host + a, lambda a: a + host, lambda a: np.copyto(host, a), np.from_dlpack
     for mix in mixed:
         with pytest.raises((TypeError, RuntimeError)):
@@ -191,22 +178,3 @@ def test_the_host_waits_where_ranks_meet_for_the_first_time(comm, tmp_path):
     returned.wait()
     assert array.get().tolist() == [2] * 4
     raw.destroy()
-
-
-@pytest.mark.ranks(1, on=("fake",))
-def test_memory_is_found_while_another_thread_allocates(comm):
-    """Work on a stream looks addresses up while the program allocates: it once met an illegal address by that."""
-    from cupy.cuda.memory import alloc, device_bytes
-
-    there, ended = [alloc(512) for _ in range(100)], threading.Event()
-
-    def allocate():
-        kept = [alloc(512) for _ in range(2000)]
-        ended.set()
-        kept.clear()
-
-    threading.Thread(target=allocate).start()
-    while not ended.is_set():
-        for pointer in there:
-            device_bytes(pointer.ptr, 512)
-        time.sleep(0)

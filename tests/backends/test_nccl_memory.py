@@ -51,6 +51,29 @@ def test_gradients_that_the_caller_drops_are_kept_while_the_reduction_reads_them
             assert_all(array, -7)
 
 
+@pytest.mark.ranks(on={"fake": (2,), "gpu": (2,)})
+def test_buckets_are_packed_from_the_arrays_that_were_handed_over_however_far_the_gpu_lags(comm):
+    """In more steps than there are tables of addresses: some are dropped while kernels that read them still wait."""
+    import cupy
+
+    callback = gs.AllreduceCallback("sum", comm)
+    steps = []
+    side = cupy.cuda.Stream(non_blocking=True)
+    with side:
+        for _ in range(2):  # the first contact of the ranks blocks the host
+            with callback.backward():
+                callback("a", cupy.zeros(3, np.float32))
+                callback("b", cupy.zeros(5, np.float32))
+        with Obstacle(side):
+            for step in range(300):
+                arrays = [cupy.asarray(np.full(size, step + comm.rank, np.float32)) for size in (3, 5)]
+                with callback.backward():
+                    steps.append([callback(name, array) for name, array in zip("ab", arrays, strict=True)])
+        for step, futures in enumerate(steps):
+            for future in futures:
+                assert (future.numpy() == 2 * step + 1).all()
+
+
 @delayed
 def test_a_result_that_the_caller_drops_is_not_written_over_while_a_stream_reads_it(comm):
     import cupy
