@@ -102,9 +102,11 @@ PLACES = {
     "gpu": Place({"backend": "nccl", "allow_shared_gpu": True}, mark="gpu"),
 }
 
-#: What each communicator does is tested on these, with their numbers of ranks; SEVERAL: where there are others. The
-#: fake costs most, and its third rank finds little: a few tests have one.
-EVERYWHERE = {"local": (1,), "shm": (1, 2, 3), "fake": (1, 2), "mpi": (1, 2, 3)}
+#: What each communicator does is tested on these, with their numbers of ranks; SEVERAL: where there are others;
+#: ALSO_ALONE: for what a world of one does in a way of its own. The fake costs most, and its third rank finds little: a
+#: few tests have one.
+EVERYWHERE = {"local": (1,), "shm": (2, 3), "fake": (2,), "mpi": (1, 2, 3)}
+ALSO_ALONE = EVERYWHERE | {"shm": (1, 2, 3), "fake": (1, 2)}
 SEVERAL = {"shm": (2, 3), "fake": (2,), "mpi": (2, 3)}
 THREE_OF_FAKE = {"fake": (1, 2, 3)}
 ON_GPU = {"gpu": (1, 2)}

@@ -19,7 +19,7 @@ from arrays import (
     read_only,
     sizes_of,
 )
-from ranks import EVERYWHERE, ON_GPU, SEVERAL, THREE_OF_FAKE
+from ranks import ALSO_ALONE, EVERYWHERE, ON_GPU, SEVERAL, THREE_OF_FAKE
 
 SHAPES = [(), (0,), (3,), (5, 3), (2, 0, 3), (20_011,)]
 
@@ -32,7 +32,7 @@ def blank(arrays, like, number=0):
     return placed(arrays, np.zeros_like(like), number)
 
 
-@pytest.mark.ranks(on=EVERYWHERE | ON_GPU)
+@pytest.mark.ranks(on=ALSO_ALONE | ON_GPU)
 def test_every_dtype_and_shape(comm):
     n, rank, turn = comm.world_size, comm.rank, count()
     for arrays, shape in product(arrays_for(comm), SHAPES):
@@ -72,9 +72,9 @@ def test_every_dtype_and_shape(comm):
 def test_large_broadcast_from_every_root(comm):
     arrays = arrays_of(comm)
     for root in range(comm.world_size):
-        array = arrays.put(contribution(comm.rank, 1_000_003, "float32"))
+        array = arrays.put(contribution(comm.rank, 300_003, "float32"))
         comm.broadcast(array, root)
-        assert_identical(arrays.get(array), contribution(root, 1_000_003, "float32"))
+        assert_identical(arrays.get(array), contribution(root, 300_003, "float32"))
 
 
 @pytest.mark.ranks(on=EVERYWHERE | THREE_OF_FAKE)
@@ -112,7 +112,7 @@ def test_layouts_differ_between_ranks_sources_and_targets(comm):
         assert_identical(arrays.get(out), joined([parts[rank] for parts in dealt]))
 
 
-@pytest.mark.ranks(on=EVERYWHERE | {"shm": (1, 2, 3, 4)})
+@pytest.mark.ranks(on=EVERYWHERE)
 def test_uneven_sizes(comm):
     n, rank = comm.world_size, comm.rank
     for arrays, (number, sizes), tail in product(arrays_for(comm), enumerate(sizes_of(n)), [(), (4,)]):
@@ -142,7 +142,7 @@ def uneven_tables(n):
     ]
 
 
-@pytest.mark.ranks(on=EVERYWHERE | THREE_OF_FAKE | {"shm": (1, 2, 3, 4)} | ON_GPU)
+@pytest.mark.ranks(on=EVERYWHERE | THREE_OF_FAKE | ON_GPU)
 def test_all_to_all_of_uneven_sizes(comm):
     n, rank = comm.world_size, comm.rank
     for arrays, (number, table), tail in product(arrays_for(comm), enumerate(uneven_tables(n)), [(), (6,)]):
@@ -178,7 +178,7 @@ def test_all_gather_from_rows_of_its_target(comm):
 def test_all_to_all_within_one_memory(comm):
     """Rows leave from where others come, equal and uneven, and where the target lies a row further on."""
     n, rank = comm.world_size, comm.rank
-    for arrays, rows, is_even in product(arrays_for(comm), (30, 3_000, 100_000), (True, False)):
+    for arrays, rows, is_even in product(arrays_for(comm), (30, 70_000), (True, False)):
         sizes = [rows] * n if is_even else [rows, 10, rows // 3][:n]
         table = [[sizes[(to - each) % n] for to in range(n)] for each in range(n)]
         dealt = [[contribution(i, table[i][j], "int64", seed=j) for j in range(n)] for i in range(n)]
@@ -207,22 +207,6 @@ def test_the_same_call_again_with_other_values(comm):
         array = placed(arrays, of_ranks[rank], call)
         comm.broadcast(array, n - 1)
         assert_identical(arrays.get(array), of_ranks[n - 1])
-
-
-@pytest.mark.ranks(on={"shm": (2, 3), "local": (1,), "mpi": (2,)})
-def test_equal_dtypes_of_different_types_meet(comm):
-    """A numpy.record equals the plain structured dtype; each rank gets its own back."""
-    n, plain = comm.world_size, np.dtype([("weight", "<f4"), ("count", "<i4")])
-    records = np.dtype((np.record, plain))
-    for call, rows in product(range(4), (2 * n, 50_000 * n)):
-        dtype = records if (comm.rank + call) % 2 else plain
-        mine = np.zeros(rows, dtype)
-        mine["count"] = comm.rank
-        gathered, dealt = comm.all_gather(mine), comm.all_to_all(mine)
-        assert gathered.dtype.type is dealt.dtype.type is dtype.type
-        np.testing.assert_array_equal(gathered["count"], np.repeat(np.arange(n), rows))
-        np.testing.assert_array_equal(dealt["count"], np.repeat(np.arange(n), rows // n))
-        assert (comm.broadcast(mine, n - 1)["count"] == n - 1).all()
 
 
 @pytest.mark.ranks(on=SEVERAL)

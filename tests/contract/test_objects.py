@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from ranks import EVERYWHERE, ON_GPU, SEVERAL
+from ranks import ALSO_ALONE, EVERYWHERE, ON_GPU, SEVERAL
 
 
 def object_of(rank):
@@ -19,7 +19,7 @@ def object_of(rank):
     }
 
 
-@pytest.mark.ranks(on=EVERYWHERE | ON_GPU)
+@pytest.mark.ranks(on=ALSO_ALONE | ON_GPU)
 def test_objects_of_every_kind(comm):
     n, objects = comm.world_size, comm.objects
     everything = [object_of(rank) for rank in range(n)]
@@ -37,7 +37,7 @@ def test_objects_of_every_kind(comm):
 
 @pytest.mark.ranks(on={"shm": (2,), "fake": (2,), "mpi": (2,)})
 def test_large_objects(comm):
-    large = np.full(3_000_000, 7.0) if comm.rank == 0 else "small"
+    large = np.full(1_000_000, 7.0) if comm.rank == 0 else "small"
     gathered = comm.objects.all_gather(large)
     assert (gathered[0] == 7).all()
     assert gathered[1] == "small"
@@ -85,9 +85,7 @@ class Refusing:
 
 
 @pytest.mark.ranks(on=EVERYWHERE)
-@pytest.mark.parametrize(
-    "wrong", [threading.Lock, lambda: [1, lambda: 0], Refusing], ids=["lock", "nested", "refusing"]
-)
+@pytest.mark.parametrize("wrong", [threading.Lock, Refusing])
 def test_every_rank_hears_of_an_object_that_does_not_pickle(comm, wrong):
     n, culprit = comm.world_size, comm.world_size - 1
     value = wrong() if comm.rank == culprit else comm.rank

@@ -24,20 +24,23 @@ from arrays import (
     reduced,
     sizes_of,
 )
-from ranks import EVERYWHERE, ON_GPU, SEVERAL, THREE_OF_FAKE
+from ranks import ALSO_ALONE, EVERYWHERE, ON_GPU, THREE_OF_FAKE
 
 SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (13, 17), (4, 3, 5)]
-LARGE_SHAPES = [(20_011,), (300_007,)]
-LARGE_DTYPES = ("float32", "bfloat16", "complex128", "int8")  # each way of accumulating, and each size of word
+LARGE_SHAPES = {  # each way of accumulating, and each size of word
+    "float32": [(20_011,), (300_007,)],
+    "bfloat16": [(300_007,)],
+    "complex128": [(20_011,)],
+    "int8": [(20_011,)],
+}
 
 
-@pytest.mark.ranks(on=EVERYWHERE | ON_GPU)
+@pytest.mark.ranks(on=ALSO_ALONE | ON_GPU)
 def test_every_dtype_operator_layout_and_shape(comm):
     n, turn, results = comm.world_size, count(), []
-    large = LARGE_SHAPES if comm.device == "cpu" else LARGE_SHAPES[:1]
     for arrays, (dtype, operators) in product(arrays_for(comm), OPERATORS.items()):
         is_staged = comm.device != "cpu" and isinstance(arrays, HostArrays)
-        shapes = SHAPES[::2] if is_staged else SHAPES + (large if dtype in LARGE_DTYPES else [])
+        shapes = SHAPES[::2] if is_staged else SHAPES + LARGE_SHAPES.get(dtype, [])[:: 1 if n > 1 else 2]
         for shape, op in product(shapes, operators):
             number = next(turn)
             root, layout = number % n, LAYOUTS[(number + comm.rank) % 4]  # elements meet by index, not by address
@@ -106,7 +109,7 @@ def test_reduce_scatter_of_given_sizes(comm):
 def test_all_reduce_within_one_memory(comm):
     """The result lies on its source, shifted: each value must be read before it is overwritten."""
     n = comm.world_size
-    for arrays, size, shift in product(arrays_for(comm), (10, 100_000, 500_000), (3, -3)):
+    for arrays, size, shift in product(arrays_for(comm), (10, 300_000), (3, -3)):
         memory = arrays.put(np.zeros(size + 3))
         source, out = (memory[3:], memory[:-3]) if shift > 0 else (memory[:-3], memory[3:])
         source[...] = arrays.put(contribution(comm.rank, size, "float64"))
@@ -116,30 +119,27 @@ def test_all_reduce_within_one_memory(comm):
                 assert_close(arrays.get(out), reduced("sum", size, "float64", n), "float64", n)
 
 
-def assert_reduce_scatter_within_one_memory(comm, arrays, dtype, op, rows):
+@pytest.mark.ranks(on=EVERYWHERE)
+@pytest.mark.parametrize(
+    ("dtype", "op", "rows"),
+    [
+        ("float32", "mean", 2),
+        ("float64", "prod", 7_000),
+        ("int16", "max", 7_000),
+        # Half precision was wrong from the second call on: a block of float32 was written before the next was read.
+        ("float16", "sum", 100_000),
+        ("bfloat16", "sum", 100_000),
+    ],
+)
+def test_reduce_scatter_into_rows_of_its_source(comm, dtype, op, rows):
     n = comm.world_size
     mine, want = contribution(comm.rank, (n * rows,), dtype), reduced(op, (n * rows,), dtype, n)
-    for begin in (comm.rank * rows, comm.rank * rows + rows // 3, comm.rank * rows - rows // 3):
-        begin = min(max(begin, 0), (n - 1) * rows)
-        for _ in range(2):
-            memory = arrays.put(mine)
-            part = memory[begin : begin + rows]
-            assert comm.reduce_scatter(memory, op, out=part) is part
-            assert_close(arrays.get(part), rows_of(comm, want, [rows] * n), dtype, n)
-
-
-@pytest.mark.ranks(on=EVERYWHERE)
-@pytest.mark.parametrize(("dtype", "op"), [("float64", "prod"), ("float32", "mean"), ("int16", "max")])
-def test_reduce_scatter_into_rows_of_its_source(comm, dtype, op):
-    for arrays, rows in product(arrays_for(comm), (2, 7_000)):
-        assert_reduce_scatter_within_one_memory(comm, arrays, dtype, op, rows)
-
-
-@pytest.mark.ranks(on=SEVERAL)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_reduce_scatter_of_half_precision_into_rows_of_its_source(comm, dtype):
-    """It was wrong from the second call on: a block of float32 was written before the next was read."""
-    assert_reduce_scatter_within_one_memory(comm, arrays_of(comm), dtype, "sum", 100_000)
+    for arrays, shift, _ in product(arrays_for(comm), (0, rows // 3, -(rows // 3)), range(2)):
+        begin = min(max(comm.rank * rows + shift, 0), (n - 1) * rows)
+        memory = arrays.put(mine)
+        part = memory[begin : begin + rows]
+        assert comm.reduce_scatter(memory, op, out=part) is part
+        assert_close(arrays.get(part), rows_of(comm, want, [rows] * n), dtype, n)
 
 
 @pytest.mark.ranks(on=EVERYWHERE)
@@ -214,22 +214,13 @@ def test_fortran_order_on_all_ranks(comm):
         assert_close(arrays.get(got), reduced(op, (300, 500), "float32", n), "float32", n)
 
 
-@pytest.mark.ranks(on=SEVERAL | {"local": (1,)})
-def test_equal_calls_give_equal_bits(comm):
-    arrays, results = arrays_of(comm), []
-    for size in (1000, 100_000):
-        first, second = (arrays.put(contribution(comm.rank, size, "float32")) for _ in range(2))
-        results += [arrays.get(comm.all_reduce(array, "mean")) for array in (first, second)]
-        assert results[-1].tobytes() == results[-2].tobytes()
-    assert_same_on_all_ranks(comm, results)
-
-
 @pytest.mark.ranks(2, 3, on=("shm",))
 def test_an_element_has_the_same_bits_by_whichever_collective_and_in_whichever_array(comm):
     n, rows = comm.world_size, 20_000
     values = contribution(comm.rank, (rows * n,), "float32")
     whole = comm.all_reduce(values.copy())
-    assert_identical(comm.all_reduce(values[:10].copy()), whole[:10])
+    for number in (rows * n, 10):
+        assert_identical(comm.all_reduce(values[:number].copy()), whole[:number])
     assert_identical(comm.reduce_scatter(values), rows_of(comm, whole, [rows] * n))
     on_root = comm.reduce(values.copy(), root=n - 1)
     assert on_root is None or on_root.tobytes() == whole.tobytes()
