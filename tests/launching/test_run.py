@@ -78,8 +78,8 @@ def test_a_rank_is_the_script_as_python_runs_it_with_torchruns_variables(cli, sc
         assert {name: own.get(name) for name in wanted} == {name: str(value) for name, value in wanted.items()}
         assert own["MASTER_PORT"] != own["GRADSYNC_ADDRESS"].rpartition(":")[2]  # the user's, for a server of his own
         assert not [name for name in own if "SECRET" in name or name.startswith(("PMI", "HYDI"))]
-    [told] = [line for line in done.err.splitlines() if "OPENBLAS_NUM_THREADS=3" in line]
-    assert "OMP_NUM_THREADS=" not in told.replace("_OMP", "")  # only what nobody has set
+    [line] = [line for line in done.err.splitlines() if "OPENBLAS_NUM_THREADS=3" in line]
+    assert "OMP_NUM_THREADS=" not in line.replace("_OMP", "")  # only what nobody has set
 
 
 def test_a_module_and_a_folder_run_as_python_runs_them(cli, script, tmp_path):
@@ -90,7 +90,7 @@ def test_a_module_and_a_folder_run_as_python_runs_them(cli, script, tmp_path):
     assert cli(*RUN, tmp_path) == (0, "here\n" * 2, "")
 
 
-@pytest.mark.parametrize("kind", ["zipapp", "pyc", "process substitution"])
+@pytest.mark.parametrize("kind", ["zipapp", "pyc"])
 @pytest.mark.xfail(**_UNTIL_REBUILT)
 def test_whatever_python_runs_runs_or_is_refused_before_ranks_start(kind, cli, script, tmp_path):
     source = script("print('here')")
@@ -99,11 +99,9 @@ def test_whatever_python_runs_runs_or_is_refused_before_ranks_start(kind, cli, s
         shutil.copy(source, tmp_path / "app" / "__main__.py")
         cli.python("-m", "zipapp", tmp_path / "app", "-o", tmp_path / "app.pyz")
         done = cli(*RUN, tmp_path / "app.pyz")
-    elif kind == "pyc":
+    else:
         cli.python("-c", f"import py_compile; py_compile.compile({str(source)!r}, {str(tmp_path / 's.pyc')!r})")
         done = cli(*RUN, tmp_path / "s.pyc")
-    else:
-        done = cli.program("bash", "-c", f"{sys.executable} -m gradsync run --no-prefix -n 2 <(cat {source})")
     assert (done.code, done.out) == (0, "here\n" * 2) or (done.code, done.out) == (2, "")
 
 
@@ -124,16 +122,13 @@ def test_ranks_behind_a_wrapper_join(way, cli, script, tmp_path):
 
 REFUSED = {
     # a word of the refusal: the options
-    "no_such_package": ("-m", "no_such_package.job"),
-    "without a __main__": (".",),
-    "does not exist": ("nowhere.py",),
-    "starts Python itself": ("python", "script.py"),
     "from 0 to 1": ("-n", 2, "--stdin=2", "script.py"),
     "'-1'": ("-n", 2, "--stdin=-1", "script.py"),
     "got ''": ("-n", 2, "--stdin=", "script.py"),
     "mpiexec -n 3 python script.py 'an argument'": ("-n", 3, "--backend", "mpi", "script.py", "an argument"),
     "twice": ("--gpus", "0,0", "script.py"),
     "2 ranks": ("-n", 2, "--gpus", "0", "script.py"),
+    "script.py/logs": ("-n", 1, "--log-dir", "script.py/logs", "script.py"),  # which is no folder
 }
 
 
@@ -149,45 +144,20 @@ def test_gpus_are_those_of_the_ranks(cli, script):
     path = script("import os; print(os.environ['RANK'], os.environ['CUDA_VISIBLE_DEVICES'])")
     done = cli("run", "--no-prefix", "--gpus", "5,4", path, environment={"CUDA_VISIBLE_DEVICES": "3,4,5"})
     assert (done.code, sorted(done.out.splitlines())) == (0, ["0 5", "1 4"])
-    assert cli("run", "--gpus", "6", path, environment={"CUDA_VISIBLE_DEVICES": "3,4,5"}).code == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS", "soon"),
-        ("GRADSYNC_FLIGHT_RECORDER_ENTRIES", "0"),
-        ("GRADSYNC_ALLOW_SHARED_GPU", "yes"),
-        ("GRADSYNC_LOG", "loud"),
-        ("GRADSYNC_STATE_DIR", "removed in 0.3"),
-    ],
-)
-def test_a_variable_that_each_rank_would_refuse_the_launcher_refuses_once(name, value, cli, script):
-    done = cli(*RUN, script("print('a rank has started')"), environment={name: value})
-    assert done.code != 0
-    assert done.out == ""
-    assert done.err.count(name) == 1
 
 
 def test_an_unknown_variable_is_told_once_with_the_one_that_was_meant(cli, script):
+    """By the launcher, and not by each rank."""
     path = script("import gradsync as gs\ngs.init_process_group().close()\n")
-    unknown = {"GRADSYNC_TIMOUT": "3"}
-    of_rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    for done, count in (
-        (cli(*RUN, path, environment=unknown), 1),
-        (cli.python(path, environment=unknown | {"GRADSYNC_BACKEND": "local"}), 1),
-        (cli.python(path, environment=unknown | {"GRADSYNC_BACKEND": "local"} | of_rank), 0),  # rank 0 says it
-    ):
-        assert done.err.count("GRADSYNC_TIMOUT") == done.err.count("GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS") == count
+    err = cli(*RUN, path, environment={"GRADSYNC_TIMOUT": "3"}).err
+    assert err.count("GRADSYNC_TIMOUT") == err.count("GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS") == 1
 
 
 @pytest.mark.parametrize(
     ("statement", "code", "text"),
     [
-        ("sys.exit(3)", 3, "failed with exit code 3"),
         ("os._exit(4)", 4, "failed with exit code 4"),
         ("sys.exit('some text')", 1, "some text\n"),
-        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
         ("raise KeyboardInterrupt", 130, "failed with exit code 130"),
     ],
 )
@@ -247,7 +217,7 @@ def test_the_last_failure_counts_when_no_restart_is_left(cli, script, tmp_path):
     assert "failed with exit code 5" in done.err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("options", "reader"), [((), 0), (("--stdin", "1"), 1), (("--stdin", "none"), None)])
+@pytest.mark.parametrize(("options", "reader"), [((), 0), (("--stdin", "none"), None)])
 def test_one_rank_reads_standard_input(options, reader, cli, script):
     path = script("import os, sys; print(os.environ['RANK'], repr(sys.stdin.read()))")
     done = cli(*RUN, *options, path, typed="typed")
@@ -309,18 +279,15 @@ def test_a_large_number_of_ranks_that_nobody_has_named_is_told(cli, script, tmp_
     variables = {"PYTHONPATH": str(tmp_path / "first"), "CUDA_VISIBLE_DEVICES": ""}
     path = script("raise SystemExit(3)")
     assert "starting 9 ranks" in cli("run", path, environment=variables).err
-    assert "starting" not in cli("run", "-n", 1, path, environment=variables).err
 
 
-# -- Places where a launcher meets the machine's limits ----------------------------------------------------------------
+# -- Where a launcher meets the machine's limits ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [("script.py",), ("-m", "script")])
 @pytest.mark.xfail(**_UNTIL_REBUILT)
-def test_a_folder_that_is_gone_is_told(options, cli, script, tmp_path):
-    script("print('here')")
+def test_a_folder_that_is_gone_is_told(cli, tmp_path):
     (tmp_path / "gone").mkdir()
-    line = " ".join(["run --no-prefix -n 2", *options])
+    line = "run --no-prefix -n 2 script.py"
     command = f"cd {tmp_path}/gone && rmdir {tmp_path}/gone && exec {sys.executable} -m gradsync {line}"
     done = cli.program("sh", "-c", command)
     assert "Traceback" not in done.err

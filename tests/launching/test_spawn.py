@@ -66,14 +66,13 @@ def test_the_context_has_processes_queues_and_sentinels_as_multiprocessing_has(f
             ended.get()
 
 
-@pytest.mark.parametrize(("method", "number"), [("terminate", signal.SIGTERM), ("kill", signal.SIGKILL)])
-def test_the_caller_may_end_a_process(method, number):
+def test_the_caller_may_end_a_process():
     context = gs.spawn(wait_for_a_signal, (), 2, join=False)
-    getattr(context.processes[1], method)()
-    with pytest.raises(gs.RankFailed, match=number.name) as caught:
+    context.processes[1].terminate()
+    with pytest.raises(gs.RankFailed, match="SIGTERM") as caught:
         context.join()
-    assert (caught.value.rank, caught.value.exit_code, caught.value.phase) == (1, -number, "function")
-    assert context.processes[1].exitcode == -number
+    assert (caught.value.rank, caught.value.exit_code, caught.value.phase) == (1, -15, "function")
+    assert context.processes[1].exitcode == -15
 
 
 FAILURES = {
@@ -81,7 +80,6 @@ FAILURES = {
     "raise ValueError('boom')": (1, "Process 1 terminated with the following error:\n\nTraceback"),
     "os.kill(os.getpid(), 9)": (-9, "Process 1 terminated with signal SIGKILL"),
     "sys.exit(3)": (3, "Process 1 terminated with exit code 3"),
-    "raise KeyboardInterrupt": (130, "Process 1 terminated with exit code 130"),
 }
 
 
@@ -118,15 +116,6 @@ def test_each_process_has_its_own_environment_without_proxies(monkeypatch):
         variables = results.get()
         assert variables["RANK"] == str(rank)
         assert not variables.keys() & set(proxies)
-
-
-def test_each_process_has_its_gpu(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5")
-    context = gs.spawn(environment, gpus="4,5")
-    assert [results.get()["CUDA_VISIBLE_DEVICES"] for results in context.return_queues] == ["4", "5"]
-    for mistake in ({"nprocs": 2, "gpus": "4,6"}, {"nprocs": 3, "gpus": "4,5"}):
-        with pytest.raises(gs.InvalidArgument):
-            gs.spawn(environment, **mistake)
 
 
 def test_options_print_config_backend_and_ips(capfd):
@@ -207,12 +196,12 @@ def test_a_program_ends_its_daemons_and_waits_for_other_processes(daemon, cli, s
         ),
         fifo,
     )
-    pid, told = program.stdout.readline().split()
+    pid, is_daemon = program.stdout.readline().split()
     if not daemon:
         with open(fifo, "w") as file:  # waits until the rank is there
             file.write("worked on")
     assert program.result() == (0, "" if daemon else "worked on\n", "")
-    assert told == str(daemon)
+    assert is_daemon == str(daemon)
     wait_until(lambda: not is_running(int(pid)))
 
 
@@ -254,6 +243,7 @@ INTERRUPTED = """
         where, stubborn = sys.argv[1], len(sys.argv) > 2
         try:
             context = gs.spawn(work, (stubborn,), 2, join=where == "spawn")
+            os.write(1, b"started\\n")  # from here on a signal finds the context
             if where == "outside":
                 signal.pause()
             context.join()
@@ -269,7 +259,8 @@ INTERRUPTED = """
 @pytest.mark.parametrize("where", ["spawn", "join", "outside"])
 def test_ctrl_c_ends_the_ranks_in_order(where, cli, script):
     program = cli.start_program(sys.executable, script(INTERRUPTED), where)
-    assert [program.stdout.readline() for _ in range(2)] == ["rank\n"] * 2
+    wanted = ["rank\n"] * 2 + ["started\n"] * (where != "spawn")
+    assert sorted(program.stdout.readline() for _ in wanted) == wanted
     wait_until(lambda: sleeps(program.pid))
     program.send_signal(signal.SIGINT)
     code, out, err = program.result()
@@ -288,7 +279,7 @@ def sleeps(pid):
 
 def test_a_second_ctrl_c_kills(cli, script):
     program = cli.start_program(sys.executable, script(INTERRUPTED), "join", "stubborn")
-    assert [program.stdout.readline() for _ in range(2)] == ["rank\n"] * 2
+    assert sorted(program.stdout.readline() for _ in range(3)) == ["rank\n"] * 2 + ["started\n"]
     wait_until(lambda: sleeps(program.pid))
     program.send_signal(signal.SIGINT)
     assert [program.stdout.readline() for _ in range(2)] == ["stubborn\n"] * 2
