@@ -44,35 +44,24 @@ def test_a_hook_that_does_what_is_done_without_gives_the_same(comm, is_in_place)
         assert sorted(name for names in seen.values() for name in names) == ([] if number == 1 else sorted(SPECS))
 
 
-def return_a_copy(bucket):
-    return bucket.communicator.all_reduce(bucket.buffer.copy(), bucket.op)
-
-
-def return_text(bucket):
-    return "no buffer"
-
-
-def raise_an_error(bucket):
-    raise KeyError("no such hook")
-
-
-@pytest.mark.parametrize("place", ["shm", "fake"])
+@pytest.mark.ranks(2, on=("shm", "fake"))
 @pytest.mark.parametrize(
-    ("hook", "error"),
-    [(return_a_copy, gs.InvalidArgument), (return_text, gs.InvalidArgument), (raise_an_error, KeyError)],
+    ("what", "error"), [("copy", gs.InvalidArgument), ("text", gs.InvalidArgument), ("raise", KeyError)]
 )
-def test_a_hook_that_fails_fails_the_step_and_the_next_is_right(run_on_ranks, hook, error, place):
-    def train(comm):
-        sync, arrays = gs.AllreduceCallback("mean", comm), arrays_of(comm)
-        sync.register_hook(hook)
-        futures = [sync(name, arrays.put(np.ones(3))) for name in "ab"]
-        with pytest.raises(error):
-            sync.flush()
-        assert all(isinstance(future.exception(), error) for future in futures)
-        sync.register_hook(None)
-        return [arrays.get(result).tolist() for result in step(sync, {"a": arrays.put(np.ones(3))}).values()]
+def test_a_hook_that_fails_fails_the_step_and_the_next_is_right(comm, what, error):
+    def hook(bucket):
+        if what == "raise":
+            raise KeyError("no such hook")
+        return comm.all_reduce(bucket.buffer.copy(), bucket.op) if what == "copy" else "no buffer"
 
-    assert run_on_ranks(2, train, on=place) == [[[1.0] * 3]] * 2
+    sync, arrays = gs.AllreduceCallback("mean", comm), arrays_of(comm)
+    sync.register_hook(hook)
+    futures = [sync(name, arrays.put(np.ones(3))) for name in "ab"]
+    with pytest.raises(error):
+        sync.flush()
+    assert all(isinstance(future.exception(), error) for future in futures)
+    sync.register_hook(None)
+    assert (arrays.get(step(sync, {"a": arrays.put(np.ones(3))})["a"]) == 1).all()
 
 
 @pytest.mark.parametrize("wrong", [3, "float16", SimpleNamespace])
@@ -94,9 +83,8 @@ def example():
 
 
 def make(kind):
-    return {"float16": lambda: example().float16, "bfloat16": lambda: example().bfloat16}.get(
-        kind, lambda: getattr(example(), kind)()
-    )()
+    made = getattr(example(), kind)
+    return made if kind in ROUNDING else made()
 
 
 def gradients(ranks, dtype="float32", size=N):
@@ -170,10 +158,5 @@ def test_nan_spoils_one_step_and_other_gradients_begin_anew(comm, kind):
     reduce_by(comm, hook, gradients(comm.world_size, size=2 * N)[comm.rank])
     for name in ("w", "v"):
         assert (reduce_by(comm, hook, mine, name=name) == first).all()
-    fresh = make(kind)
-    assert not reduce_by(comm, fresh, np.zeros(N, np.float32)).any()
-    assert reduce_by(comm, fresh, mine).any()
-    for size in (0, 200):  # too small to be compressed
-        small = reduce_by(comm, example().PowerSGD(rank=4), np.arange(size, dtype=np.float32), "sum")
-        assert (small == 2 * np.arange(size)).all()
-    assert reduce_by(comm, example().Int8(), np.zeros(0, np.float32)).size == 0
+    for size in (0, 200):  # zeros, as before the first batch; too small to be compressed
+        assert not reduce_by(comm, make(kind), np.zeros(size, np.float32)).any()

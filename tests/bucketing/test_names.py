@@ -124,11 +124,10 @@ def test_a_name_out_of_an_array_of_names_is_that_name(alone):
         for parameters in (None, dict.fromkeys(names.tolist(), ((2,), "float64"))):
             sync = gs.AllreduceCallback("sum", alone, parameters=parameters)
             for each in (names, names.tolist(), names):
-                with sync.backward():
-                    for name in each:
-                        sync(name, np.ones(2))
-                    with pytest.raises(gs.InvalidArgument):
-                        sync(names[0], np.ones(2))
+                step(sync, {name: np.ones(2) for name in each})
+            with pytest.raises(gs.InvalidArgument), sync.backward():  # twice
+                for name in (names[0], names[1], names[0]):
+                    sync(name, np.ones(2))
 
 
 # -- Two callbacks -----------------------------------------------------------------------------------------------------
@@ -194,23 +193,25 @@ def test_callbacks_that_are_used_crosswise_are_a_mismatch(comm, way, right_steps
 
 
 FIRST_USES = {
-    "empty flush": lambda sync, _: sync.flush(),
-    "gradient_buffers": lambda sync, _: sync.gradient_buffers(),
-    "average_gradients": lambda sync, gradient: gs.average_gradients({"w": gradient}, sync),
-    "missing": lambda sync, gradient: sync.flush(),
+    "empty flush": ({}, lambda sync, _: sync.flush()),
+    "gradient_buffers": (
+        {"parameters": PARAMETERS, "gradient_as_bucket_view": True},
+        lambda sync, _: sync.gradient_buffers(),
+    ),
+    "average_gradients": ({}, lambda sync, gradient: gs.average_gradients({"w": gradient}, sync)),
+    "missing": ({"parameters": PARAMETERS, "missing": "zero"}, lambda sync, _: sync.flush()),
 }
 
 
 @pytest.mark.ranks(2, on=("shm", "fake"))
 @pytest.mark.parametrize("use", FIRST_USES)
 def test_whatever_is_first_done_with_a_callback_finds_that_it_is_another(comm, use):
-    options = {"parameters": PARAMETERS, "gradient_as_bucket_view": True} if use == "gradient_buffers" else {}
-    options |= {"parameters": PARAMETERS, "missing": "zero"} if use == "missing" else {}
+    options, call = FIRST_USES[use]
     generator, discriminator = make_two(comm, **options)
     gradient = arrays_of(comm).put(np.ones(4))
     with pytest.raises(gs.PlanMismatch):
         for sync in (discriminator, generator) if comm.rank else (generator, discriminator):
-            FIRST_USES[use](sync, gradient)
+            call(sync, gradient)
 
 
 @pytest.mark.ranks(2, on=("shm", "fake"))
@@ -289,26 +290,6 @@ def test_callbacks_that_threads_make_in_any_order_are_used_in_one(comm):
             thread.join()
         results = [reduce_one(comm, made["generator"], number), reduce_one(comm, made["discriminator"], 1000)]
         assert results == [number, 1000.0]
-
-
-@pytest.mark.ranks(2)
-def test_threads_train_on_communicators_of_their_own(comm):
-    groups = [comm.split(0) for _ in range(2)]
-    results = [[], []]
-
-    def train(which):
-        for number in range(20):
-            sync = gs.AllreduceCallback("mean", groups[which])
-            results[which].append(reduce_one(groups[which], sync, number + 1000 * which))
-
-    threads = [threading.Thread(target=train, args=(which,)) for which in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [[number + 1000.0 * which for number in range(20)] for which in range(2)]
-    for group in groups:
-        group.close()
 
 
 @pytest.mark.ranks(2, on=("shm", "fake"))
