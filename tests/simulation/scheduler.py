@@ -18,7 +18,7 @@ from typing import Any
 import greenlet
 
 GIVE_WAY = 0.25  # of the calls that do not wait
-MOST_TURNS = 200_000  # far above what any seed needs: there is no end of waiting without it
+MOST_SECONDS, MOST_TURNS = 600.0, 200_000  # far above what any seed needs: there is no end of waiting without them
 
 
 class Killed(BaseException):
@@ -185,7 +185,10 @@ class Scheduler:
         Raises:
             Stuck: some wait for what cannot come, or there is no end of it.
         """
+        until = self.now + MOST_SECONDS
         for _ in range(MOST_TURNS):
+            if self.now > until:
+                raise Stuck(f"no end after {MOST_SECONDS} s: {[task.name for task in self.tasks]}")
             while self._timers and self._timers[0][0] <= self.now:
                 heapq.heappop(self._timers)[2]()
             runnable = [task for task in self.tasks if task.may_run(self.now)]
