@@ -226,25 +226,15 @@ def is_broken(comm):
 
 
 @pytest.mark.ranks(3, ends={2: -signal.SIGKILL})
-def test_a_member_dies_while_others_make_a_group(comm):
-    comm.barrier()
-    if comm.rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(gs.RankFailed) as raised:
-        comm.new_group(range(3))
-    assert raised.value.rank == 2
-    assert_over(comm)
-
-
-@pytest.mark.ranks(3, ends={2: -signal.SIGKILL})
-def test_a_member_that_dies_in_a_collective_has_its_number_in_the_world(comm):
+@pytest.mark.parametrize("when", ["making", "collective"])
+def test_a_member_that_dies_has_its_number_in_the_world(comm, when):
     group, others = comm.new_group([0, 2]), comm.new_group([0, 1])
     comm.barrier()
     if comm.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(gs.RankFailed) as raised:
         for _ in range(1000):
-            (group or others).barrier()
+            comm.new_group(range(3)) if when == "making" else (group or others).barrier()
     assert raised.value.rank == 2
     assert_over(comm)
 

@@ -56,10 +56,13 @@ def test_a_with_block_closes(comm):
 
 
 @pytest.mark.ranks(on=EVERYWHERE)
-def test_asynchronous_collectives_end_before_close_returns(comm):
-    group, arrays = comm.split(0), arrays_of(comm)
+def test_asynchronous_collectives_and_their_callbacks_end_before_close_returns(comm):
+    """On a GPU the last callbacks of a program were lost."""
+    group, arrays, called = comm.split(0), arrays_of(comm), []
     futures = [group.asynchronous.all_reduce(arrays.put(np.full(100_000, float(call)))) for call in range(10)]
+    futures[-1].add_done_callback(called.append)
     group.close()
+    assert called == futures[-1:]
     for call, future in enumerate(futures):
         assert (arrays.get(future.result(0)) == call * comm.world_size).all()
 
