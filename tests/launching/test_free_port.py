@@ -43,7 +43,7 @@ def test_ports_differ_are_not_the_kernels_and_few_descriptors_keep_them():
 
 @pytest.fixture
 def only_port(monkeypatch):
-    """Leaves one port to choose from: the machine has more than a test can take."""
+    """Leaves one port to choose from, by private names: the machine has more than a test can take."""
     port = gs.free_port()
     monkeypatch.setattr(ports, "_ports_to_try", lambda: range(port, port + 1))
     while ports._kept:

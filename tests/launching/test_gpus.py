@@ -19,9 +19,8 @@ def visible_gpus(_=None):
     ("given", "visible", "chosen"),
     [
         (" 5 , 04 ", "3,4,5", ["5", "4"]),
-        ([0, "GPU-8932f937", MIG], None, ["0", "GPU-8932f937", MIG]),
-        (UUID, "GPU-8932f937", [UUID]),
-        ("GPU-8932f937", f"GPU-1,{UUID}", ["GPU-8932f937"]),
+        ([0, MIG], None, ["0", MIG]),
+        ([UUID, "GPU-1"], "GPU-12,GPU-8932f937", [UUID, "GPU-1"]),  # either may be an abbreviation
     ],
 )
 def test_each_rank_gets_one_of_the_visible_gpus(given, visible, chosen, monkeypatch):
@@ -106,9 +105,8 @@ def test_the_visible_gpus_are_counted(visible, count):
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_spawn_and_launcher_start_a_rank_for_each_visible_gpu(monkeypatch):
+def test_a_launcher_starts_a_rank_for_each_visible_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    assert len(gs.spawn(int).processes) == 2
     assert gs.launcher(lambda: gs.get_communicator().world_size, backend="shm")() == [2, 2]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(gs.BackendUnavailable):

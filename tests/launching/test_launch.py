@@ -257,7 +257,7 @@ def test_a_start_leaves_nothing_in_the_process():
             return sorted(links), handlers, children.read(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
     def use_all():
-        gs.launch(one, (), 2)
+        gs.launch(one, (), 1)
         gs.spawn(one, (), 1, join=False).join()
         with pytest.raises(gs.WorkerError):
             gs.launch(fail, (), 1)
@@ -294,7 +294,9 @@ def guarded(text):
     return "if __name__ == '__main__':" + text.replace("\n", "\n    ") + "\n"
 
 
-@pytest.mark.parametrize("way", ["script", "package", pytest.param("-m package", marks=pytest.mark.slow), "-"])
+@pytest.mark.parametrize(
+    "way", [*("package", "-"), *(pytest.param(way, marks=pytest.mark.slow) for way in ("-m package", "script"))]
+)
 def test_functions_of_any_program_can_be_launched(way, cli, tmp_path):
     """Named ones, classes, lambdas; decorated or not. A program that is piped in has no file for ranks to import."""
     (tmp_path / "package").mkdir()

@@ -75,69 +75,55 @@ NODE = """
         if role == "wait":
             while True:
                 comm.barrier()
+        if role:
+            open(role).close()
         return comm.rank, comm.world_size, *(os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
 
     if __name__ == "__main__":
-        n_gpus, rank_start, port = map(int, sys.argv[1:4])
-        print(gs.launcher(work, n_gpus, 3, rank_start, port=port, backend="shm")(sys.argv[4]))
+        n_gpus, world_size, rank_start, port = map(int, sys.argv[1:5])
+        print(gs.launcher(work, n_gpus, world_size, rank_start, port=port, backend="shm")(sys.argv[5]))
 """
 
 
 @pytest.fixture
-def nodes(cli, script, tmp_path):
-    """Starts two launchers of one run, which stand for two machines: of two ranks and of one."""
-    (tmp_path / "runtime").mkdir(mode=0o700)
-    path, port = script(NODE), gs.free_port()
-
-    def start(first, second):
-        options = {"environment": {"XDG_RUNTIME_DIR": str(tmp_path / "runtime")}}
-        later = cli.start_program(sys.executable, path, 1, 2, port, second, **options)  # must wait for the other
-        return cli.start_program(sys.executable, path, 2, 0, port, first, **options), later
-
-    return start
-
-
-def test_launchers_of_several_machines_meet_and_each_has_the_results_of_its_ranks(nodes, tmp_path):
-    first, second = (node.result() for node in nodes("return", "return"))
-    assert first.out.splitlines()[2:] == ["[(0, 3, '0', '2'), (1, 3, '1', '2')]"]
-    assert second.out.splitlines()[1:] == ["[(2, 3, '0', '1')]"]
-    assert list((tmp_path / "runtime").iterdir()) == []  # of the secret
-
-
-def test_a_launcher_that_was_killed_is_no_obstacle_and_a_port_that_the_kernel_chose_is_told(cli, script, tmp_path):
-    """The killed one leaves the file with its secret. The next tells the port for the other nodes, given 0."""
+def node(cli, script, tmp_path):
+    """Starts one launcher of several of a run, each of which stands for a machine."""
     (tmp_path / "runtime").mkdir(mode=0o700)
     path, options = script(NODE), {"environment": {"XDG_RUNTIME_DIR": str(tmp_path / "runtime")}}
-    killed = cli.start_program(sys.executable, path, 2, 0, 0, "return", **options)
-    port = int(re.search(r"port=(\d+)", killed.read_until("port=", "stderr"))[1])
-    wait_until(lambda: list((tmp_path / "runtime").iterdir()))
-    killed.kill()
-    killed.wait(60)
-    assert [path.stat().st_mode & 0o77 for path in (tmp_path / "runtime").iterdir()] == [0]
-    first = cli.start_program(sys.executable, path, 2, 0, port, "return", **options)
-    second = cli.start_program(sys.executable, path, 1, 2, port, "return", **options)
-    assert (first.result().code, second.result().code) == (0, 0)
+    return lambda *arguments: cli.start_program(sys.executable, path, *arguments, **options)
 
 
-def test_no_rank_works_before_all_have_joined_and_none_leaves_before_all_have_worked(cli, script, tmp_path):
-    """A barrier after the start and one before the end."""
-    path = script(NODE.replace('if role == "fail"', 'role and open(role).close()\n        if role == "fail"'))
+def test_launchers_of_several_machines_meet_and_each_has_the_results_of_its_ranks(node, tmp_path):
+    """No rank works before all have joined, and none leaves before all have worked."""
     port = gs.free_port()
-    (tmp_path / "runtime").mkdir(mode=0o700)
     os.mkfifo(tmp_path / "fifo")
-    options = {"environment": {"XDG_RUNTIME_DIR": str(tmp_path / "runtime")}}
-    first = cli.start_program(sys.executable, path, 2, 0, port, "", **options)
-    second = cli.start_program(sys.executable, path, 1, 2, port, tmp_path / "fifo", **options)
+    second = node(1, 3, 2, port, tmp_path / "fifo")  # must wait for the other
+    first = node(2, 3, 0, port, "")
     assert [first.stdout.readline() for _ in range(2)] == ["works\n"] * 2
     second.read_until("works")  # the ranks of the other node have returned, perhaps, and cannot leave
     assert first.poll() is None
     with open(tmp_path / "fifo", "w"):
         pass
+    assert first.result()[:2] == (0, "[(0, 3, '0', '2'), (1, 3, '1', '2')]\n")
+    assert second.result()[:2] == (0, "[(2, 3, '0', '1')]\n")
+    assert list((tmp_path / "runtime").iterdir()) == []  # of the secret
+
+
+def test_a_launcher_that_was_killed_is_no_obstacle_and_a_port_that_the_kernel_chose_is_logged(node, tmp_path):
+    """The killed one leaves the file with its secret. Given port 0, it says for the other nodes which it has."""
+    killed = node(1, 2, 0, 0, "")
+    port = int(re.search(r"port=(\d+)", killed.read_until("port=", "stderr"))[1])
+    wait_until(lambda: list((tmp_path / "runtime").iterdir()))
+    killed.kill()
+    killed.wait(60)
+    assert [path.stat().st_mode & 0o77 for path in (tmp_path / "runtime").iterdir()] == [0]
+    first, second = node(1, 2, 0, port, ""), node(1, 2, 1, port, "")
     assert (first.result().code, second.result().code) == (0, 0)
 
 
-def test_a_failure_on_one_machine_ends_the_ranks_of_the_other(nodes):
-    first, second = [node.result() for node in nodes("fail", "wait")]
+def test_a_failure_on_one_machine_ends_the_ranks_of_the_other(node):
+    port = gs.free_port()
+    first, second = [each.result() for each in (node(1, 2, 0, port, "fail"), node(1, 2, 1, port, "wait"))]
     assert (first.code, second.code) == (1, 1)
     assert first.err.endswith("ValueError: boom\n")
     assert "ValueError: boom" in second.err

@@ -52,7 +52,7 @@ def test_a_kill_in_this_group_counts_until_the_program_has_survived_it(kernel):
     assert not watch.has_killed()
     kernel.group("slice/ours", 4)
     assert watch.has_killed()
-    assert watch.has_killed()  # of two ranks both are told
+    assert watch.has_killed()  # for two ranks alike
     watch.look()
     assert watch.has_killed()  # a process with much memory needs a moment to end
     watch.look()

@@ -29,7 +29,7 @@ PUPPET = """
 
 
 class Puppets:
-    """Ranks of `gradsync run` that write what they are told."""
+    """Ranks of `gradsync run` that write what the test says."""
 
     def __init__(self, cli, script, folder, ranks, *options, terminal=False):
         for rank in range(ranks):
@@ -347,7 +347,7 @@ def test_why_standard_output_cannot_be_written_is_told_once(cli, script):
         assert (done.code, done.out) == (0, "still heard\n")
 
 
-def test_a_restart_needs_no_reader(cli, script, tmp_path):
+def test_a_restart_needs_no_reader_and_the_last_failure_counts(cli, script, tmp_path):
     path = script(f"open({str(tmp_path / 'starts')!r}, 'a').write('x'); raise SystemExit(9)")
     reader, writer = os.pipe()
     os.close(reader)

@@ -1,4 +1,4 @@
-"""Which rank a report blames, and what it shows: the cause last, and never its consequences in its place."""
+"""Which rank a report blames, and what it shows: the cause last, and never a consequence instead."""
 
 import os
 import re
@@ -133,26 +133,6 @@ def test_what_a_child_of_a_rank_raises_is_no_failure_of_the_rank(cli, script):
     code, _, err = cli("run", "-n", 1, path)
     assert code == 0
     assert "ValueError: in the child" in err
-
-
-@pytest.mark.parametrize("written", ["b'gradsync error\\n'", "b'?' + bytes(16)"])
-def test_a_library_that_writes_into_the_launchers_pipes_is_told_and_harms_nobody_else(written, cli, script):
-    path = script(
-        f"""
-        import os, stat, time
-        for number in [int(name) for name in os.listdir("/proc/self/fd")]:
-            try:
-                if number > 2 and stat.S_ISFIFO(os.fstat(number).st_mode):
-                    os.write(number, {written})
-            except OSError:
-                pass
-        time.sleep(100)
-        """
-    )
-    code, _, err = cli("run", "-n", 1, path)
-    assert code == 1
-    assert "the report of this rank cannot be read" in err
-    assert "Traceback" not in err
 
 
 @pytest.mark.xfail(**_UNTIL_REBUILT)
@@ -306,7 +286,7 @@ def test_a_rank_that_ended_well_while_it_was_needed_is_named(cli, script):
             comm.barrier()
         """
     )
-    code, _, err = cli("run", "-n", 3, path)
+    code, _, err = cli("run", "-n", 2, path)
     assert code == 1
     assert re.search(r"^gradsync: rank 1 \(pid \d+\) ended with exit code 0 before this failure$", err, re.MULTILINE)
 
@@ -343,21 +323,6 @@ def test_the_last_output_is_that_of_the_rank_for_which_the_others_waited(cli, sc
     assert code == 1
     assert err.splitlines()[:2] == ["gradsync: the last output of rank 1:", "    rank 1 sleeps"]
     assert "because of rank 1:" in err
-
-
-def test_a_rank_that_was_stopped_before_it_joined_is_named(cli, script):
-    path = script(
-        """
-        import os, signal, sys
-        import gradsync as gs
-        if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        gs.init_process_group(timeout_seconds=600)
-        """
-    )
-    code, _, err = cli(*RUN, path)
-    assert code == 1
-    assert re.search("rank 1/2 .*SIGSTOP", err), err
 
 
 @pytest.mark.ranks(3, fresh=True)
@@ -410,7 +375,7 @@ def test_a_part_of_the_world_given_as_arguments_meets_or_says_what_it_lacks(cli,
 
 
 def test_a_stand_in_for_mpi4py_does_no_harm(cli, script):
-    """Test suites put an empty module in its place."""
+    """Test suites put an empty module where it would be."""
     path = script(
         """
         import sys, types
