@@ -64,12 +64,6 @@ def test_a_failure_in_the_same_bytes_as_the_end_of_the_stream_is_the_one_that_co
             assert raised.value.rank == 1
 
 
-def test_a_group_s_failure_is_the_world_s():
-    with world(3) as clients:
-        clients[0].group([2, 0], "pair").report_failure("no room")
-        assert [failure_of(client).rank for client in clients[1:]] == [0, 0]
-
-
 def test_a_member_that_does_not_read_is_dropped():
     """A megabyte of answers waits for it at most."""
     with world_with_peer(2) as (clients, peer):

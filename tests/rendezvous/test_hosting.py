@@ -20,8 +20,6 @@ from commands import wait_until
 from gradsync.rendezvous.server import RendezvousServer
 from rendezvous.peer import SECRET
 
-OUTSIDE = "127.0.0.1"
-
 
 def free_port():
     """A port that is free, as the next one is; below those that the kernel gives to connections."""
@@ -56,21 +54,11 @@ def secret_file(tmp_path):
     return path
 
 
-def outside_address():
-    """An address of this machine that is no loopback address; None where it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing
-        except OSError:
-            return None
-        return probe.getsockname()[0]
-
-
 LAUNCHERS = {
     "torchrun": lambda rank, port, _: torchrun(rank, 2, MASTER_ADDR=socket.gethostname(), MASTER_PORT=port),
     "by hand": lambda rank, port, _: by_hand(rank, 2, MASTER_ADDR="localhost", MASTER_PORT=port),
     "by hand, with a secret": lambda rank, port, secret: by_hand(
-        rank, 2, MASTER_ADDR=outside_address() or OUTSIDE, MASTER_PORT=port, GRADSYNC_SECRET_FILE=secret
+        rank, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GRADSYNC_SECRET_FILE=secret
     ),
     "an address": lambda rank, port, _: by_hand(rank, 2, GRADSYNC_ADDRESS=f"127.0.0.1:{port}"),
     "an IPv6 address": lambda rank, port, _: by_hand(rank, 2, GRADSYNC_ADDRESS=f"[::1]:{port}"),
@@ -147,21 +135,6 @@ def test_the_deadline_of_the_host_tells_the_others_who_is_missing(rank, port, se
     with pytest.raises(gs.RendezvousTimeout) as raised:
         gs.init_process_group("shm", timeout_seconds=2.0 if rank == 0 else 60.0)
     assert raised.value.missing_ranks == (2,)
-
-
-@pytest.fixture
-def served(serve):
-    _, address = serve(2)
-    return address
-
-
-@pytest.mark.ranks(2)
-def test_ranks_join_a_server_that_runs_by_itself(rank, served, secret_file):
-    become(**by_hand(rank, 2, GRADSYNC_ADDRESS=served, GRADSYNC_HOSTED=1, GRADSYNC_SECRET_FILE=secret_file))
-    for _ in range(2):
-        with gs.init_process_group("shm", timeout_seconds=60) as comm:
-            comm.barrier()
-        gs.destroy_process_group()
 
 
 # -- What is missing, or wrong ----------------------------------------------------------------------------------------

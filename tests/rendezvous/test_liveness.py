@@ -108,9 +108,11 @@ def test_a_launcher_that_is_stopped_ends_no_job_that_does_not_need_it(cli, scrip
     assert process.result().code == 0
 
 
-def test_a_stopped_server_delays_no_deadline_and_no_report(serve):
-    process, address = serve(1)
-    with connect(address) as client:
+def test_a_stopped_server_delays_no_deadline_and_no_report(cli):
+    process = cli.start("serve", "--world-size", 1, "--secret-file", "-", stdin=subprocess.PIPE)
+    process.stdin.write(SECRET.hex() + "\n")
+    process.stdin.flush()
+    with connect(process.stdout.readline().strip()) as client:
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(gs.RendezvousError):
             client.get("key", timeout_seconds=0.1)

@@ -20,7 +20,7 @@ def path(tmp_path, monkeypatch):
     file.chmod(0o600)
     monkeypatch.setenv("GRADSYNC_SECRET_FILE", str(file))
     with RendezvousServer(2, secret=SECRET) as server:
-        server.note_end(0, "ended with exit code 0")  # rank 1 is told so, and does not wait
+        server.note_end(0, "ended with exit code 0")  # rank 1 hears that, and does not wait
         for name, value in {"RANK": 1, "WORLD_SIZE": 2, "ADDRESS": server.address, "HOSTED": 1}.items():
             monkeypatch.setenv(f"GRADSYNC_{name}", str(value))
         yield file
