@@ -73,8 +73,8 @@ def test_what_is_no_function_is_refused(wrong):
 # -- examples/hooks.py -------------------------------------------------------------------------------------------------
 
 N = 1024 + 300  # neither a square, nor whole blocks
-#: Half of the distance from 1 to the next number: what rounding loses, relative. Hooks add in float32.
-ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-24}
+#: How far a mean may be from the truth, relative to its norm: a rounding, a step of 127, a projection.
+ERRORS = {"float16": 2e-3, "bfloat16": 2e-2, "Int8": 3e-2, "PowerSGD": 1.01}
 
 
 @cache
@@ -84,7 +84,7 @@ def example():
 
 def make(kind):
     made = getattr(example(), kind)
-    return made if kind in ROUNDING else made()
+    return made() if isinstance(made, type) else made
 
 
 def gradients(ranks, dtype="float32", size=N):
@@ -103,28 +103,19 @@ def reduce_by(comm, hook, values, op="mean", name="w"):
 def reduce_once(comm, kind):
     """Each dtype and operator within what the hook promises; the bits of all results."""
     bits, n = [], comm.world_size
-    for dtype in ROUNDING:
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
         mine = gradients(n, dtype)
-        of_ranks = [values.astype(np.float64) for values in mine]
         for op in ("sum", "mean"):
             got = reduce_by(comm, make(kind), mine[comm.rank], op)
             assert got.dtype == dtype_of(dtype)
-            share = 1 / n if op == "mean" else 1
-            wanted = np.sum(of_ranks, 0) * share
-            error = np.abs(got.astype(np.float64) - wanted)
-            largest = sum(np.abs(values).max() for values in of_ranks) * share
-            rounding = (n + 2) * ROUNDING[dtype] * largest
-            if kind in ROUNDING:  # each value is rounded once, and the sum once; NCCL rounds every partial sum
-                assert error.max() <= (n + 2) * ROUNDING[kind] * largest + rounding
-            elif kind == "Int8":  # half a step of the largest value of a block, on each rank
-                assert error.max() <= largest / 254 * 1.001 + rounding
-            else:  # a projection
-                assert np.linalg.norm(error) <= np.linalg.norm(wanted) + rounding * np.sqrt(N)
+            wanted = np.sum([values.astype(np.float64) for values in mine], 0) / (n if op == "mean" else 1)
+            error = np.linalg.norm(got.astype(np.float64) - wanted)
+            assert error <= max(ERRORS[kind], ERRORS.get(dtype, 0)) * np.linalg.norm(wanted)
             bits.append(got.tobytes())
     return bits
 
 
-@pytest.mark.parametrize("kind", ["float16", "bfloat16", "Int8", "PowerSGD"])
+@pytest.mark.parametrize("kind", ERRORS)
 @pytest.mark.parametrize(
     ("place", "ranks"), [("shm", 1), ("shm", 3), ("fake", 2), pytest.param("gpu", 2, marks=pytest.mark.gpu)]
 )
