@@ -120,7 +120,7 @@ def test_parameters_that_differ_before_the_first_step_are_named_once_on_rank_0(c
     assert warnings_of(comm, weights, arrays) == []
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2)
 def test_what_cannot_be_known_is_not_warned_of(comm):
     arrays = arrays_of(comm)
     mine = {"w": np.full(4, float(comm.rank)), "b": np.full(2, float(comm.rank))}
@@ -136,7 +136,7 @@ def test_what_cannot_be_known_is_not_warned_of(comm):
     assert lines == []
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("is_view", [False, True])
 def test_a_rank_without_gradients_compares_too(comm, is_view):
     weights = {"w": np.full(4, float(comm.rank)), "b": np.zeros(2)}

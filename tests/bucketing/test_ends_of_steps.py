@@ -55,7 +55,7 @@ def fail_in_the_middle(comm, mode, where, error):
     except gs.RankFailed as raised:
         assert raised.rank == 1
         assert type(error).__name__ in str(raised)
-        outcome = "told"
+        outcome = "heard"
     assert all(future.done() for future in futures)
     cancelled = [isinstance(future.exception(), gs.GradientCancelled) for future in futures]
     with pytest.raises(gs.CommunicatorClosed):
@@ -71,8 +71,8 @@ def fail_in_the_middle(comm, mode, where, error):
     ids=repr,
 )
 def test_an_exception_in_backward_reaches_the_other_ranks(run_in_group, mode, error, where):
-    told, raised, also_told = run_in_group(3, fail_in_the_middle, mode, where, error)
-    assert told[0] == also_told[0] == "told"
+    first, raised, last = run_in_group(3, fail_in_the_middle, mode, where, error)
+    assert first[0] == last[0] == "heard"
     assert raised[0] == "raised"
     assert raised[1] or where  # what was not reduced is cancelled
 
@@ -80,7 +80,7 @@ def test_an_exception_in_backward_reaches_the_other_ranks(run_in_group, mode, er
 @pytest.mark.ranks(2, on=("fake",), fresh=True)  # NCCL's communicators of one process fail together
 def test_an_exception_in_backward_reaches_the_other_gpus(comm):
     outcome, _ = fail_in_the_middle(comm, "views", 2, ValueError("no such batch"))
-    assert outcome == ("raised" if comm.rank else "told")
+    assert outcome == ("raised" if comm.rank else "heard")
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -10,7 +10,7 @@ from bucketing.reference import Heard, step
 
 REASON = "until bucketing is rebuilt"
 to_come = pytest.mark.xfail(raises=(TypeError, AttributeError), reason=REASON)
-told = pytest.mark.xfail(raises=AssertionError, reason=REASON)
+notice_to_come = pytest.mark.xfail(raises=AssertionError, reason=REASON)
 
 
 def descend(comm, batches, options):
@@ -124,7 +124,7 @@ def test_parameters_that_have_diverged_are_named(run_in_group):
 
 
 def train_with(comm, gradient_of):
-    """Three steps in which a program reads its results, or does not; what it is told."""
+    """Three steps in which a program reads its results, or does not; its warnings."""
     w = np.zeros(3)
     with Heard() as lines:
         sync = gs.AllreduceCallback("mean", comm)
@@ -138,13 +138,13 @@ def train_with(comm, gradient_of):
     return lines
 
 
-@told
+@notice_to_come
 def test_a_result_that_nobody_can_read_is_told_once(run_in_group):
     for lines in run_in_group(2, train_with, lambda gradient: gradient / 1.0):
         assert len([line for line in lines if "'w'" in line]) == 1
 
 
-@told
+@notice_to_come
 def test_parameters_that_were_never_broadcast_are_told_once(run_in_group):
     """Nobody knows them as arrays, and nothing was broadcast or compared before the first flush."""
     assert sum(len(lines) for lines in run_in_group(2, train_with, lambda gradient: gradient)) == 1

@@ -189,7 +189,7 @@ def test_disagreement_within_a_group_names_ranks_of_the_world(comm):
 
 
 @pytest.mark.ranks(3, options={"collective_timeout_seconds": 1.0}, fresh=True)
-def test_members_that_name_other_ranks_are_told(comm):
+def test_members_that_name_other_ranks_hear_of_it(comm):
     with pytest.raises(gs.GradsyncError, match="same ranks"):
         comm.new_group([0, 1] if comm.rank == 0 else [0, 1, 2])
     assert_over(comm)
@@ -259,7 +259,7 @@ def test_the_end_of_the_communicator_ends_the_wait_for_members(comm, how, tmp_pa
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.ranks(2, on=("shm",), fresh=True)
-def test_who_waits_in_a_group_that_another_rank_has_dropped_is_told(comm):
+def test_who_waits_in_a_group_that_another_rank_has_dropped_hears_of_it(comm):
     """The end of a forked child drops nothing: it is no member."""
     group = comm.new_group(comm.ranks)
     if comm.rank == 0:

@@ -68,7 +68,7 @@ def test_asynchronous_collectives_and_their_callbacks_end_before_close_returns(c
 
 
 @pytest.mark.ranks(3, fresh=True)
-def test_who_comes_after_another_rank_has_closed_is_told(comm):
+def test_who_comes_after_another_rank_has_closed_hears_of_it(comm):
     comm.all_reduce(np.ones(1_000_000, np.float32))
     if comm.rank == 0:
         comm.close()  # hurts nobody who is still in the last collective
