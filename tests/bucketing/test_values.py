@@ -14,75 +14,36 @@ from bucketing.reference import norm_of, step
 
 REASON = "until bucketing is rebuilt"
 DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64")
-WAYS = {
-    "one bucket": {},
-    "many buckets": {"threshold_bytes": 100_000},
-    "views": {"gradient_as_bucket_view": True},
-    "norm": {"clip_norm": math.inf},
-}
-#: Larger than what is checked at once, so small that many go together, and none at all.
-SIZES = (70_001, *[100] * 20, 0, 3_000, 1, 7)
-EMPTY = SIZES.index(0)
 
 
-def spoilt(rank, number, dtype, ranks):
-    """A rank's gradients in a step: right, near the largest of the dtype, or with NaN and infinity on some ranks."""
-    of_all, rng = np.random.default_rng(number), np.random.default_rng([number, rank])
-    gradients = [rng.uniform(0.5, 1.0, size).astype(dtype_of(dtype)) for size in SIZES]
-    places = [at for at in range(len(SIZES)) if at != EMPTY]
-    if number % 4 == 1:
-        gradients[int(of_all.choice(places))][...] = float(ml_dtypes.finfo(dtype_of(dtype)).max)
-    elif number % 4 > 1 and (rank == number % ranks or rng.integers(2)):
-        for at in rng.choice(places, size=number % 4):
-            gradients[at][rng.integers(SIZES[at])] = rng.choice([np.nan, np.inf, -np.inf])
-    return gradients
+@pytest.mark.ranks(on={"shm": (2, 3), "fake": (2,), "mpi": (3,)})
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_ranks_hear_which_gradients_are_not_finite(comm, dtype):
+    """Wherever it lies, in a gradient that is larger than what is checked at once, and among small ones."""
+    arrays, last = arrays_of(comm), comm.rank == comm.world_size - 1
+    sync = gs.AllreduceCallback("sum", comm, nonfinite="raise", threshold_bytes=500_000)
 
+    def gradients(**changes):
+        made = {name: np.ones(size, dtype_of(dtype)) for name, size in (("a", 3), ("large", 70_001), ("none", 0))}
+        made |= {f"small {number}": np.ones(100, dtype_of(dtype)) for number in range(20)}
+        for name, (at, value) in changes.items():
+            made[name][at] = value
+        return {name: arrays.put(each) for name, each in made.items()}
 
-def look_for_nan(comm, dtype, options):
-    """Whether each step failed, and whom the error names; the reference looks at every rank's gradients."""
-    arrays, found = arrays_of(comm), []
-    if "gradient_as_bucket_view" in options:
-        options = options | {"parameters": {f"w{at}": ((size,), dtype) for at, size in enumerate(SIZES)}}
-    sync = gs.AllreduceCallback("sum", comm, nonfinite="raise", **options)
-    for number in range(8):
-        of_ranks = [spoilt(rank, number, dtype, comm.world_size) for rank in range(comm.world_size)]
-        bad = {
-            rank: [f"w{at}" for at, each in enumerate(gradients) if not np.isfinite(each).all()]
-            for rank, gradients in enumerate(of_ranks)
-        }
-        bad = {rank: names for rank, names in bad.items() if names}
-        gradients = {f"w{at}": arrays.put(each) for at, each in enumerate(of_ranks[comm.rank])}
-        with np.errstate(all="ignore"):
-            try:
-                step(sync, gradients)
-            except gs.NonFiniteGradient as error:
-                parameters = dict(error.parameters)
-            else:
-                parameters = None
-        if number % 4 == 0:
-            assert parameters is None
-        elif number % 4 == 1:
-            assert parameters == {}  # each rank's gradients are finite, the sum is not
-        else:
-            assert parameters.keys() == bad.keys()
-            assert all(name in bad[rank] for rank, name in parameters.items())
-        found.append(parameters)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("place", "ranks", "dtype", "way"),
-    [
-        *[("shm", 2, dtype, "one bucket") for dtype in DTYPES[1:]],
-        *[("shm", 3, "float32", way) for way in WAYS],
-        ("fake", 2, "float16", "one bucket"),
-        *[("fake", 2, "float32", way) for way in ("views", "norm")],
-        *[pytest.param("mpi", 3, "float32", way, marks=pytest.mark.mpi) for way in WAYS],
-    ],
-)
-def test_all_ranks_hear_which_gradients_are_not_finite(run_on_ranks, place, ranks, dtype, way):
-    found = run_on_ranks(ranks, look_for_nan, dtype, WAYS[way], on=place)
-    assert found == [found[0]] * ranks
+    with np.errstate(all="ignore"):
+        for at, bad in ((0, np.nan), (35_000, np.inf), (70_000, -np.inf)):
+            for changes, parameters in (
+                ({"large": (at, bad)} if last else {}, {comm.world_size - 1: "large"}),
+                ({"a": (1, bad)}, dict.fromkeys(range(comm.world_size), "a")),
+            ):
+                with pytest.raises(gs.NonFiniteGradient) as raised:
+                    step(sync, gradients(**changes))
+                assert dict(raised.value.parameters) == parameters
+            step(sync, gradients())
+        # Each rank's gradients are finite, the sum is not.
+        with pytest.raises(gs.NonFiniteGradient) as raised:
+            step(sync, gradients(large=(at, float(ml_dtypes.finfo(dtype_of(dtype)).max))))
+        assert raised.value.parameters == {}
 
 
 @pytest.mark.ranks(2)
