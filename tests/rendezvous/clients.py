@@ -57,15 +57,11 @@ def world(size: int) -> Iterator[list[RendezvousClient]]:
 
 
 @contextmanager
-def world_with_peer(
-    size: int, rank: int | None = None, **joining: Any
-) -> Iterator[tuple[list[RendezvousClient], Peer]]:
-    """The same, but one rank (the last) is a peer that says what the test wants, and at last ends without a word."""
-    rank = size - 1 if rank is None else rank
-    others = [other for other in range(size) if other != rank]
+def world_with_peer(size: int) -> Iterator[tuple[list[RendezvousClient], Peer]]:
+    """The same, but the last rank is a peer that says what the test wants, and ends without a word."""
     with RendezvousServer(size, secret=SECRET) as server, Peer.of_client(server.address) as peer:
-        with thread_of(lambda: peer.join(rank, size, **joining)) as joined:
-            clients = together(*[lambda other=other: connect(server, other, size) for other in others])
+        with thread_of(lambda: peer.join(size - 1, size)) as joined:
+            clients = together(*[lambda rank=rank: connect(server, rank, size) for rank in range(size - 1)])
             assert joined().kind == Kind.REPLY
         try:
             yield clients, peer

@@ -53,8 +53,8 @@ def hello(version: int = VERSION) -> bytes:
     return unsigned(Kind.HELLO, 0, b"gradsync" + bytes([version]) + os.urandom(32))
 
 
-def challenge(version: int = VERSION, machine: bytes = bytes(8)) -> bytes:
-    body = b"gradsync" + bytes([version]) + os.urandom(32) + machine + bytes(4) + b"run"
+def challenge(version: int = VERSION) -> bytes:
+    body = b"gradsync" + bytes([version]) + os.urandom(32) + bytes(8 + 4) + b"run"
     return unsigned(Kind.CHALLENGE, 0, body)
 
 
@@ -134,9 +134,9 @@ class Peer:
         self.put("message", self.seal(kind, *fields))
         return self._sequences[0] - 1
 
-    def join(self, rank: int = 0, size: int = 1, *, pid: int = 0, machine: str = "machine") -> Message:
-        """Joins, and gives the answer. A pid of 0 is one that nobody inspects."""
-        self.send(Kind.JOIN, rank, size, machine, "host", pid)
+    def join(self, rank: int = 0, size: int = 1) -> Message:
+        """Joins from another machine, and gives the answer."""
+        self.send(Kind.JOIN, rank, size, "machine", "host", 0)
         return self.answer()
 
     def ask(self, kind: int, *fields: Any) -> Message:

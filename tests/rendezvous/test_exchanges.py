@@ -59,20 +59,6 @@ def test_the_last_value_of_a_key_counts_until_it_is_deleted(pair):
     assert pair[1].get("key2") == b"3"
 
 
-def test_many_barriers_of_many_ranks_keep_step():
-    count = [0] * 8
-
-    def work(client):
-        for number in range(30):
-            count[client.rank] = number
-            client.barrier()
-            assert min(count) >= number
-            client.barrier("other")
-
-    with world(8) as clients:
-        assert on_each(clients, work) == [None] * 8
-
-
 def test_threads_of_one_rank_ask_side_by_side(pair):
     def ask(thread):
         for number in range(100):
@@ -113,17 +99,6 @@ def test_a_deadline_names_the_ranks_that_are_missing(pair):
     with pytest.raises(gs.RendezvousTimeout) as raised:
         pair[0].get("key", timeout_seconds=0.05)
     assert raised.value.missing_ranks == ()
-
-
-def test_ranks_of_one_deadline_name_the_rank_that_never_came_and_may_come_again():
-    def work(client):
-        with pytest.raises(gs.RendezvousTimeout) as raised:
-            client.barrier(timeout_seconds=0.3)
-        return raised.value.missing_ranks
-
-    with world(4) as clients:
-        assert on_each(clients[:3], work) == [(3,)] * 3
-        on_each(clients, lambda client: client.barrier())
 
 
 def test_more_missing_ranks_than_an_error_lists_are_all_in_its_fields():

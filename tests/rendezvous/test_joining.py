@@ -17,15 +17,6 @@ from rendezvous.clients import connect, on_each, thread_of, together
 from rendezvous.peer import SECRET, FakeServer, Kind, Peer
 
 
-@pytest.mark.ranks(3)
-def test_a_join_timeout_names_the_missing_ranks(rank):
-    if rank == 1:
-        with pytest.raises(gs.RendezvousTimeout) as raised:
-            gs.init_process_group("shm", timeout_seconds=0.5)
-        assert raised.value.missing_ranks == (0, 2)
-        assert raised.value.missing == "rank 0 (not joined), rank 2 (not joined)"
-
-
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (0, 3), (2, 2), (2**31, 2), (0, 0)])
 def test_a_wrong_join_is_refused_and_harms_nobody(rank, size):
     with RendezvousServer(2, secret=SECRET) as server, Peer.of_client(server.address) as first:

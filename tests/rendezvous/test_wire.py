@@ -1,4 +1,4 @@
-"""Frames: any parts of a stream are the same stream; what is no frame of this connection ends it, and is never read."""
+"""Frames: what is no frame of this connection ends it, and is never read. Streams in parts: tests/simulation."""
 
 from __future__ import annotations
 
@@ -34,42 +34,6 @@ def member(address):
     with Peer.of_client(address) as peer:
         assert peer.join().kind == Kind.REPLY
         yield peer
-
-
-keys = st.text(st.characters(exclude_categories=["Cs"]), max_size=250)
-
-
-@settings(max_examples=40)
-@given(values=st.dictionaries(keys, st.binary(max_size=600), max_size=5), data=st.data())
-def test_a_stream_in_any_parts_is_the_same_stream(address, values, data):
-    with member(address) as peer:
-        stream = b"".join(
-            peer.seal(Kind.SET, key, value) + peer.seal(Kind.GET, key, None) for key, value in values.items()
-        )
-        while stream:
-            size = data.draw(st.integers(1, 400))
-            peer.stream.sendall(stream[:size])
-            stream = stream[size:]
-        answers = [peer.answer() for _ in range(2 * len(values))]
-        assert [answer.fields[1] for answer in answers[::2]] == [None] * len(values)
-        assert [answer.fields[1] for answer in answers[1::2]] == list(values.values())
-        peer.leave()
-
-
-@settings(max_examples=20)
-@given(value=st.binary(max_size=600), sizes=st.lists(st.integers(1, 60), min_size=20, max_size=20))
-def test_a_client_reads_a_stream_in_any_parts(value, sizes):
-    def serve(peer):
-        accept_join(peer)
-        stream = peer.seal(Kind.PULSE) + peer.seal(Kind.REPLY, peer.answer().sequence, value)
-        for size in sizes:
-            peer.stream.sendall(stream[:size])
-            stream = stream[size:]
-        peer.stream.sendall(stream)
-        peer.rest()
-
-    with FakeServer(serve) as server, connect(server.address) as client:
-        assert client.get("key") == value
 
 
 # -- What is no frame of this connection ------------------------------------------------------------------------------
