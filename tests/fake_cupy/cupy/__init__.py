@@ -39,7 +39,6 @@ from ._array import compute as _compute
 from ._array import launch as _launch
 from ._array import ndarray
 from ._array import operand as _operand
-from ._array import queued as _queued
 from ._dlpack import from_dlpack as from_dlpack
 from ._dlpack import view_of_foreign as _view_of_foreign
 from ._kernels import RawModule as RawModule
@@ -62,12 +61,8 @@ bool_, float16, float32, float64 = _np.bool_, _np.float16, _np.float32, _np.floa
 int8, int16, int32, int64 = _np.int8, _np.int16, _np.int32, _np.int64
 uint8, uint16, uint32, uint64 = _np.uint8, _np.uint16, _np.uint32, _np.uint64
 complex64, complex128 = _np.complex64, _np.complex128
-dtype, newaxis, nan, inf = _np.dtype, None, _np.nan, _np.inf
-add, subtract, multiply, divide = (_Ufunc(f) for f in (_np.add, _np.subtract, _np.multiply, _np.divide))
-true_divide, sqrt, absolute, exp, tanh = (_Ufunc(f) for f in (_np.divide, _np.sqrt, _np.absolute, _np.exp, _np.tanh))
-minimum, maximum, isfinite, isnan, rint = (
-    _Ufunc(f) for f in (_np.minimum, _np.maximum, _np.isfinite, _np.isnan, _np.rint)
-)
+dtype, nan, inf = _np.dtype, _np.nan, _np.inf
+add, multiply, divide, isfinite = (_Ufunc(f) for f in (_np.add, _np.multiply, _np.divide, _np.isfinite))
 
 
 def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
@@ -100,10 +95,6 @@ def full_like(a: ndarray, fill_value: Any, dtype: Any = None) -> ndarray:
 
 def zeros_like(a: ndarray, dtype: Any = None) -> ndarray:
     return full_like(a, 0, dtype)
-
-
-def ones_like(a: ndarray, dtype: Any = None) -> ndarray:
-    return full_like(a, 1, dtype)
 
 
 def arange(*bounds: Any, dtype: Any = None) -> ndarray:
@@ -173,28 +164,9 @@ def concatenate(tup: Any, axis: int = 0, out: Any = None, *, dtype: Any = None, 
     return result
 
 
-def where(condition: ndarray, x: Any, y: Any) -> ndarray:
-    return _queued(_np.where, condition, x, y)
-
-
-def matmul(a: ndarray, b: ndarray) -> ndarray:
-    return _queued(_np.matmul, a, b)
-
-
 def broadcast_to(array: ndarray, shape: Any) -> ndarray:
     """A view with strides of 0."""
     view = _np.broadcast_to(array._host, shape)
     return array._view_of(
         _np.lib.stride_tricks.as_strided(array._host, view.shape, view.strides)
     )  # CuPy's is writeable
-
-
-def shares_memory(a: Any, b: Any) -> bool:
-    return isinstance(a, ndarray) and isinstance(b, ndarray) and _np.shares_memory(a._host, b._host)
-
-
-def get_array_module(*args: object) -> Any:
-    """This module where any argument is a device array, else NumPy."""
-    import cupy
-
-    return cupy if any(isinstance(argument, ndarray) for argument in args) else _np

@@ -156,9 +156,6 @@ class ndarray:  # noqa: N801
     def __float__(self) -> float:
         return float(self.item())
 
-    def __complex__(self) -> complex:
-        return complex(self.item())
-
     def tolist(self) -> Any:
         return self.get().tolist()
 
@@ -200,9 +197,6 @@ class ndarray:  # noqa: N801
         if self.size == 0 or np.may_share_memory(host, self._host):
             return self._view_of(host if self.size else self.data.host_view(host.shape, host.dtype, host.strides))
         return self.copy(order).reshape(*shape, order=order)
-
-    def ravel(self, order: str = "C") -> ndarray:
-        return self.reshape(-1, order=self._order(order))
 
     def _order(self, order: str) -> str:
         is_f = self._host.flags.f_contiguous and not self._host.flags.c_contiguous
@@ -248,17 +242,8 @@ class ndarray:  # noqa: N801
 
     # -- Arithmetic: checked at once, and computed by NumPy when the stream gets there -----------------------------
 
-    def __neg__(self) -> ndarray:
-        return compute(np.negative, self)
-
-    def __invert__(self) -> ndarray:
-        return compute(np.invert, self)
-
     def __abs__(self) -> ndarray:
         return compute(np.absolute, self)
-
-    def __matmul__(self, other: ndarray) -> ndarray:
-        return queued(np.matmul, self, other)
 
 
 def _contiguous_strides(shape: tuple[int, ...], itemsize: int, order: str) -> tuple[int, ...]:

@@ -9,12 +9,3 @@ from .memory import alloc_pinned_memory as alloc_pinned_memory
 from .stream import Event as Event
 from .stream import Stream as Stream
 from .stream import get_current_stream as get_current_stream
-from .stream import get_elapsed_time as get_elapsed_time
-
-
-def is_available() -> bool:
-    """Whether there is a device."""
-    try:
-        return runtime.getDeviceCount() > 0
-    except runtime.CUDARuntimeError:
-        return False

@@ -198,10 +198,6 @@ class Device:
         """Waits for all its streams."""
         device_state(self.id).synchronize()
 
-    @property
-    def pci_bus_id(self) -> str:
-        return device_state(self.id).pci_bus_id
-
 
 def _stack() -> list[int]:
     """The devices that this thread's `with` statements have left."""

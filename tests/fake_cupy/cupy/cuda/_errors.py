@@ -37,9 +37,6 @@ class CUDARuntimeError(RuntimeError):
         self.status = status
         super().__init__(_CUDA_TEXTS[status])
 
-    def __reduce__(self):
-        return type(self), (self.status,)
-
 
 UNHANDLED_CUDA_ERROR, SYSTEM_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR = range(1, 7)
 
@@ -64,6 +61,3 @@ class NcclError(RuntimeError):
     def __init__(self, status: int, detail: str = "") -> None:
         self.status, self.detail = status, detail
         super().__init__(_NCCL_TEXTS[status] + (f" [fake: {detail}]" if detail else ""))
-
-    def __reduce__(self):
-        return type(self), (self.status, self.detail)

@@ -157,12 +157,6 @@ class NcclCommunicator:
 
     # -- State and end --------------------------------------------------------------------------------------------
 
-    def size(self) -> int:
-        return self._world_size
-
-    def rank_id(self) -> int:
-        return self._rank
-
     def check_async_error(self) -> None:
         """Raises the failure of an operation, if any; may be called beside other calls."""
         if not self.comm:

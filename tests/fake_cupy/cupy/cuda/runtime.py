@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from . import stream as _stream
-from ._devices import PER_THREAD, all_devices, current_device, device_state
+from ._devices import all_devices, current_device, device_state
 from ._errors import INVALID_RESOURCE_HANDLE, CUDARuntimeError
 
 __all__ = ["CUDARuntimeError"]
 
-streamLegacy, streamPerThread = 1, PER_THREAD  # noqa: N816
-streamCaptureModeGlobal, streamCaptureModeThreadLocal, streamCaptureModeRelaxed = range(3)  # noqa: N816
+streamCaptureModeGlobal = 0  # noqa: N816
 
 
 def getDeviceCount() -> int:  # noqa: N802
@@ -20,10 +19,6 @@ def getDeviceCount() -> int:  # noqa: N802
 
 def getDevice() -> int:  # noqa: N802
     return current_device().device_id
-
-
-def deviceSynchronize() -> None:  # noqa: N802
-    current_device().synchronize()
 
 
 def deviceGetPCIBusId(device: int) -> str:  # noqa: N802

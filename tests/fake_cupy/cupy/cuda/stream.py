@@ -29,14 +29,12 @@ class Event:
     """A mark in a stream; one that was never recorded counts as done.
 
     Args:
-        block, interprocess: nothing here.
-        disable_timing: whether get_elapsed_time refuses it.
+        block, disable_timing, interprocess: nothing here.
     """
 
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         self.ptr = next(_event_handles)
-        self.reached_at = 0.0
-        self._device, self._has_timing = current_device(), not disable_timing
+        self._device = current_device()
         self._ticket: Ticket | None = None
         self._capture: Capture | None = None
         events[self.ptr] = self
@@ -50,11 +48,8 @@ class Event:
         queue = (get_current_stream() if stream is None else stream)._queue()
         if queue.device is not self._device:
             raise CUDARuntimeError(INVALID_RESOURCE_HANDLE)
-        self._ticket = queue.submit(self._note_time) if self._has_timing else queue.mark()
+        self._ticket = queue.mark()
         self._capture = queue.capture
-
-    def _note_time(self) -> None:
-        self.reached_at = time.perf_counter()
 
     def synchronize(self) -> None:
         """Blocks until the mark is reached."""
@@ -74,13 +69,6 @@ class Event:
         if not is_done:
             time.sleep(0)  # a loop of queries would keep the streams' threads from running
         return self._device.status() or (0 if is_done else NOT_READY)
-
-
-def get_elapsed_time(start_event: Event, end_event: Event) -> float:
-    """The milliseconds between two events, both done."""
-    if not (start_event.done and end_event.done):
-        raise CUDARuntimeError(NOT_READY)
-    return (end_event.reached_at - start_event.reached_at) * 1e3
 
 
 class Stream:
@@ -126,12 +114,6 @@ class Stream:
     def __hash__(self) -> int:
         return self.ptr
 
-    def __repr__(self) -> str:
-        return f"<Stream {self.ptr} (device {self.device_id})>"
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.ptr
-
     def __enter__(self) -> Stream:
         device_id = self._check_device()
         _stacks()[device_id].append(self)
@@ -140,11 +122,6 @@ class Stream:
 
     def __exit__(self, *exc_info: object) -> None:
         _stacks()[_chosen.left.pop()].pop()
-
-    def use(self) -> Stream:
-        """Makes this the current stream of its device, in this thread."""
-        _stacks()[self._check_device()][-1] = self
-        return self
 
     def _check_device(self) -> int:
         current = current_device().device_id
