@@ -175,24 +175,6 @@ def test_a_future_orders_the_stream_that_uses_the_result(comm):
         assert_all(copy, total(comm, 0), consumer)
 
 
-@slow_streams
-def test_futures_of_collectives_from_other_streams(comm):
-    comm.barrier()
-    sources, futures = [full(0) for _ in range(4)], []
-    streams = [side_stream() for _ in sources]
-    obstacles = [Obstacle(stream) for stream in streams]
-    for index, (source, stream) in enumerate(zip(sources, streams, strict=True)):
-        with stream:
-            source += comm.rank + index
-            futures.append(comm.asynchronous.all_reduce(source))
-    if obstacles[0].holds:
-        assert not any(future.done() for future in futures)
-    for obstacle in obstacles:
-        obstacle.lift()
-    for index, future in reversed(list(enumerate(futures))):
-        assert_all(future.result(), total(comm, index))
-
-
 @pytest.mark.ranks(on={"fake": (1, 2), "gpu": (1, 2)}, environment=DELAYS)
 def test_what_is_no_stream_of_this_gpu_is_refused_and_the_others_go_on(comm):
     import cupy

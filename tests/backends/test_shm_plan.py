@@ -40,23 +40,6 @@ def covered_by(stretches: list[Section] | tuple[Section, ...]) -> list[tuple[int
     return covered
 
 
-@given(sizes_lists, lengths_of_any_kind, itemsizes, st.integers(1, 5))
-def test_a_stretch_is_no_longer_than_was_asked_for(sizes, lengths, itemsize, world_size) -> None:
-    for chunk in plan_stream(sizes, lengths, itemsize, world_size - 1, world_size):
-        for stretches, of_one in ((chunk.own, lengths.reduced), (chunk.others, lengths.published)):
-            for begin, end, pieces in stretches:
-                small = all((high - low) * itemsize < 4096 for _, low, high in pieces)
-                assert len(pieces) == 1 or (small and end - begin <= lengths.gathered)
-                assert end - begin <= of_one or small
-
-
-@given(st.integers(1, 10_000), itemsizes, st.integers(1, 5))
-def test_slices_begin_on_cache_lines(size, itemsize, world_size) -> None:
-    for rank in range(world_size):
-        (chunk,) = plan_stream((size,), Lengths(size, size, size, size), itemsize, rank, world_size)
-        assert all(begin * itemsize % 64 == 0 for begin, _, _ in chunk.own)
-
-
 @given(st.integers(1, 30))
 def test_every_chunk_is_published_reduced_and_delivered_once(count) -> None:
     steps = list(plan_steps(count))
