@@ -68,34 +68,6 @@ def test_worker_error_names_the_worker_that_failed(statement):
     assert isinstance(error, multiprocessing.ProcessError)
 
 
-def test_a_signal_to_the_caller_ends_all_and_raises_main_process_error(cli, script):
-    program = cli.start_program(
-        sys.executable,
-        script(
-            """
-            import os, pickle, signal, sys
-            import gradsync as gs
-            def work():
-                os.write(1, b"%d\\n" % os.getpid())
-                while True:
-                    signal.pause()
-            if __name__ == "__main__":
-                try:
-                    gs.launch(work, (), 2)
-                except gs.MainProcessError as error:
-                    left = [pid for pid in sys.stdin.readline().split() if os.path.exists(f"/proc/{pid}")]
-                    print(pickle.loads(pickle.dumps(error)).signal_no, left, error)
-            """
-        ),
-        stdin=-1,
-    )
-    pids = [program.stdout.readline().strip() for _ in range(2)]
-    program.terminate()
-    out, _ = program.communicate(" ".join(pids), timeout=60)
-    assert out.startswith("15 [] ")
-    assert "SIGTERM" in out
-
-
 def launch_it(function, **options):
     return gs.launch(function, nprocs=1)
 

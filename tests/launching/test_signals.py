@@ -239,25 +239,28 @@ def test_a_signal_during_a_launch_is_never_lost(raises):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_signal_that_another_thread_takes_ends_the_launch(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_launch_also_if_another_thread_takes_it(number, tmp_path):
     """As one that comes just before the launcher begins to wait: Python's handlers run in the main thread alone."""
 
     def work(path):
-        path.touch()
+        path.with_name("written").write_text(str(os.getpid()))
+        path.with_name("written").rename(path)
         while True:
             signal.pause()
 
     def take():
-        wait_until(lambda: (tmp_path / "runs").exists() and state_of_thread(main) == "S")
-        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        wait_until(lambda: (tmp_path / "pid").exists() and state_of_thread(main) == "S")
+        signal.pthread_kill(threading.get_ident(), number)
 
     main = threading.get_native_id()
     thread = threading.Thread(target=take)
     thread.start()
-    with pytest.raises(gs.MainProcessError) as caught:
-        gs.launch(work, tmp_path / "runs", 1)
-    assert caught.value.signal_no == signal.SIGINT
+    with pytest.raises(gs.MainProcessError, match=number.name) as caught:
+        gs.launch(work, tmp_path / "pid", 1)
     thread.join()
+    assert caught.value.signal_no == number
+    assert not os.path.exists(f"/proc/{(tmp_path / 'pid').read_text()}")
 
 
 def state_of_thread(thread):
