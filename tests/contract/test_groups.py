@@ -188,14 +188,14 @@ def test_disagreement_within_a_group_names_ranks_of_the_world(comm):
     assert total(comm) == 3
 
 
-@pytest.mark.ranks(3, options={"collective_timeout_seconds": 1.0}, fresh=True)
+@pytest.mark.ranks(3, options={"collective_timeout_seconds": 1.5}, fresh=True)
 def test_members_that_name_other_ranks_hear_of_it(comm):
     with pytest.raises(gs.GradsyncError, match="same ranks"):
         comm.new_group([0, 1] if comm.rank == 0 else [0, 1, 2])
     assert_over(comm)
 
 
-@pytest.mark.ranks(3, options={"collective_timeout_seconds": 1.0}, fresh=True)
+@pytest.mark.ranks(3, options={"collective_timeout_seconds": 1.5}, fresh=True)
 def test_a_member_that_does_not_come_to_the_making_is_named(comm):
     if comm.rank == 2:
         wait_until(lambda: is_broken(comm))

@@ -278,7 +278,7 @@ def test_a_rank_that_leaves_is_named(comm, tmp_path):
     (tmp_path / f"rank {comm.rank} knows").touch()
 
 
-@pytest.mark.ranks(on={"shm": (3,), "fake": (2,)}, options={"collective_timeout_seconds": 1.0}, fresh=True)
+@pytest.mark.ranks(on={"shm": (3,), "fake": (2,)}, options={"collective_timeout_seconds": 1.5}, fresh=True)
 def test_the_deadline_names_the_rank_that_stays_away(comm, tmp_path):
     """All ranks get one verdict, with the stack of the absent one. It is in later errors too, in short."""
     sync, array = gs.AllreduceCallback("sum", comm), arrays_of(comm).put(np.ones(1000, np.float32))
@@ -302,7 +302,7 @@ def load_a_batch(path):
     wait_until(path.exists)
 
 
-@pytest.mark.ranks(3, options={"collective_timeout_seconds": 1.0}, fresh=True)
+@pytest.mark.ranks(3, options={"collective_timeout_seconds": 1.5}, fresh=True)
 def test_who_is_absent_in_a_group_has_its_number_in_the_world(comm, tmp_path):
     group = comm.new_group([1, 2])
     comm.barrier()
@@ -317,7 +317,7 @@ def test_who_is_absent_in_a_group_has_its_number_in_the_world(comm, tmp_path):
     assert raised.value.missing_ranks == (2,)
 
 
-@pytest.mark.ranks(3, options={"collective_timeout_seconds": 1.0}, fresh=True)
+@pytest.mark.ranks(3, options={"collective_timeout_seconds": 1.5}, fresh=True)
 @pytest.mark.parametrize("first", ["send", "recv"])
 def test_ranks_that_wait_for_each_other_end_at_the_deadline(comm, first):
     """Each sends to the next one first, or each receives first from the one before it."""

@@ -159,6 +159,7 @@ def test_asynchronous_messages(comm):
         assert_identical(arrays.get(target), values)
 
 
+# Its time is short while it fails; it needs no options= once it passes.
 @pytest.mark.ranks(2, options={"collective_timeout_seconds": 0.5}, fresh=True)
 @pytest.mark.xfail(
     strict=True, raises=(gs.CollectiveTimeout, gs.CommunicatorClosed), reason="until communicators are rebuilt"
