@@ -65,6 +65,7 @@ def test_the_threshold_decides_the_number_of_collectives(comm, threshold_bytes, 
     put = arrays_of(comm).put
     sync = gs.AllreduceCallback("sum", comm, threshold_bytes=threshold_bytes)
     for number in range(1, 3):
+        seconds = sync.statistics.communication_seconds
         with sync.backward():
             for i in range(10):
                 sync(i, put(np.ones(100, np.float32)))
@@ -72,6 +73,7 @@ def test_the_threshold_decides_the_number_of_collectives(comm, threshold_bytes, 
                     sync(f"double {i}", put(np.ones(50)))
         assert (sync.statistics.all_reduces, sync.statistics.steps) == (buckets * number, number)
         assert sync.statistics.bytes_all_reduced == 14 * 400 * number
+        assert sync.statistics.communication_seconds > seconds
 
 
 @pytest.mark.ranks(2, on=("fake", "gpu"))
