@@ -156,7 +156,7 @@ class PipeBackend(Backend):
             text = message.agreement.described().to_text()
             self._send(message.peer, own, text.encode())
             texts = {self.rank: text, message.peer: self._receive(message.peer, other).decode()}
-            descriptions = {self.ranks[rank]: Description.from_text(told) for rank, told in texts.items()}
+            descriptions = {self.ranks[rank]: Description.from_text(each) for rank, each in texts.items()}
             refused = refused or mismatch(self.label, message.agreement, descriptions)
         if refused is not None:
             raise refused

@@ -71,19 +71,6 @@ def test_arrays_do_not_mix_with_host_memory(comm):
             mix(array)
 
 
-@pytest.mark.ranks(1, on=("fake",), fresh=True)
-def test_work_that_fails_is_an_error_of_every_later_call(comm):
-    import cupy
-
-    cupy.cuda.Stream(non_blocking=True).launch_host_func(lambda _: 1 / 0, None)
-    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError) as raised:
-        cupy.cuda.Device().synchronize()
-    assert raised.value.status == 719
-    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
-        cupy.ones(3)
-    comm.abort("the device has failed")
-
-
 def raw_communicator(comm):
     """A communicator of NCCL beside gradsync's."""
     from cupy.cuda import nccl
@@ -107,24 +94,6 @@ def test_sums_go_round_a_ring_and_are_rounded_at_every_hop(comm):
     whole = cupy.full(1, -3 * comm.rank, np.int32)
     raw.allReduce(whole.data.ptr, whole.data.ptr, 1, 2, AVG, 0)
     assert whole.get().tolist() == [-1]
-    raw.destroy()
-
-
-@pytest.mark.ranks(2, on=("fake",))
-def test_collectives_of_one_communicator_keep_their_order_on_two_streams(comm, tmp_path):
-    import cupy
-
-    raw = raw_communicator(comm)
-    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
-    arrays = [cupy.full(4, value, np.float32) for value in (1, 2)]
-    cupy.cuda.Device().synchronize()
-    with Obstacle(streams[0]):
-        for array, stream in zip(arrays, streams, strict=True):
-            raw.allReduce(array.data.ptr, array.data.ptr, 4, FLOAT, SUM, stream.ptr)
-        event = streams[1].record()
-        meet(tmp_path, comm, "both have launched")
-        assert not event.done
-    assert [array.get(stream=streams[1])[0] for array in arrays] == [2, 4]
     raw.destroy()
 
 

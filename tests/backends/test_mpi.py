@@ -57,36 +57,6 @@ def test_reductions_give_what_those_of_mpi_give(comm, rows):
                 np.testing.assert_allclose(got, want, rtol=tolerance, atol=0, err_msg=f"{dtype} {op}")
 
 
-@pytest.mark.ranks(2, 3, on=("mpi",))
-@pytest.mark.parametrize("rows", [0, 4, 40_000])
-def test_movements_give_what_those_of_mpi_give(comm, rows):
-    from mpi4py import MPI
-
-    n, rank, world, root = comm.world_size, comm.rank, MPI.COMM_WORLD, comm.world_size - 1
-    for dtype in (*INTEGERS, "float32", "float64", *COMPLEX):
-        mine, whole = contribution(rank, (rows, 3), dtype), contribution(rank, (n * rows, 3), dtype)
-        gathered, exchanged, scattered = np.empty_like(whole), np.empty_like(whole), np.empty_like(mine)
-        world.Allgather(mine, gathered)
-        world.Alltoall(whole, exchanged)
-        world.Scatter(whole if rank == root else None, scattered, root=root)
-        broadcast = mine.copy()
-        world.Bcast(broadcast, root=root)
-        received = np.empty_like(mine)
-        world.Sendrecv(mine, (rank + 1) % n, recvbuf=received, source=(rank - 1) % n)
-        out = np.empty_like(mine)
-        comm.exchange(mine, dest=(rank + 1) % n, out=out, source=(rank - 1) % n)
-        for got, want in [
-            (comm.all_gather(mine), gathered),
-            (comm.all_to_all(whole), exchanged),
-            (comm.scatter(whole if rank == root else None, root=root, out=np.empty_like(mine)), scattered),
-            (comm.broadcast(mine.copy(), root), broadcast),
-            (out, received),
-        ]:
-            assert got.dtype == want.dtype
-            np.testing.assert_array_equal(got, want, err_msg=dtype)
-    assert comm.objects.all_gather({rank: "Ärger" * rank}) == world.allgather({rank: "Ärger" * rank})
-
-
 @pytest.mark.ranks(3, on=("mpi",))
 def test_each_size_is_right_whether_it_travels_with_the_comparison_or_after_it(comm):
     n, rank = comm.world_size, comm.rank

@@ -172,21 +172,18 @@ def test_so_is_rank_0_which_made_the_unique_id(comm, tmp_path):
 
 
 @pytest.mark.ranks(2, on=("fake",), fresh=True)
-def test_a_rank_that_has_closed_is_named_to_who_still_needs_it(comm, tmp_path):
-    """In a message, and in the making of a group; collectives: the contract."""
-    groups = [comm.new_group([0, 1]) for _ in range(2)]
-    meet(tmp_path, comm, "both have the groups")
+@pytest.mark.parametrize("what", ["message", "group"])  # a collective: the contract
+def test_a_rank_that_has_closed_is_named_to_who_still_needs_it(comm, tmp_path, what):
+    meet(tmp_path, comm, "both have begun")
     if comm.rank == 1:
-        for group in groups:
-            group.close()
+        comm.close()
         tell(tmp_path, "closed")
         hear(tmp_path, "failed")
         return
     hear(tmp_path, "closed")
-    for call in (lambda: groups[0].recv(full(0, 3), 1), lambda: groups[1].new_group([0, 1])):
-        with pytest.raises(gs.RankFailed) as raised:
-            call()
-        assert raised.value.rank == 1
+    with pytest.raises(gs.RankFailed) as raised:
+        comm.recv(full(0, 3), 1) if what == "message" else comm.new_group([0, 1])
+    assert raised.value.rank == 1
     tell(tmp_path, "failed")
 
 

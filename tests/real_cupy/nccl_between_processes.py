@@ -1,4 +1,4 @@
-"""A synchronous NCCL for arrays in host memory, in the place of CuPy's NcclCommunicator.
+"""A synchronous NCCL for arrays in host memory, instead of CuPy's NcclCommunicator.
 
 Each call moves its bytes at once, through a thread of rank 0, and returns when the result is there; so a call that
 waits for another rank waits in the call, not on a stream. Arguments are checked as CuPy's binding takes them: exact

@@ -92,32 +92,32 @@ def test_reductions(comm, dtype) -> None:
 def test_movements(comm, dtype) -> None:
     size, rank = comm.world_size, comm.rank
     parts = [contribution(r, (size, 3), dtype) for r in range(size)]
-    for place in (on_gpu, np.copy):  # arrays in host memory are staged
-        check(comm.broadcast(place(parts[rank]), size - 1), parts[size - 1])
-        check(comm.all_gather(place(parts[rank])), np.concatenate(parts))
-        check(comm.all_to_all(place(parts[rank])), np.stack([part[rank] for part in parts]))
-        gathered = comm.gather(place(parts[rank]), size - 1)
+    for put in (on_gpu, np.copy):  # arrays in host memory are staged
+        check(comm.broadcast(put(parts[rank]), size - 1), parts[size - 1])
+        check(comm.all_gather(put(parts[rank])), np.concatenate(parts))
+        check(comm.all_to_all(put(parts[rank])), np.stack([part[rank] for part in parts]))
+        gathered = comm.gather(put(parts[rank]), size - 1)
         assert (gathered is None) == (rank != size - 1)
         if gathered is not None:
             check(gathered, np.concatenate(parts))
-        out = comm.scatter(gathered, size - 1, out=place(np.zeros_like(parts[0])))
+        out = comm.scatter(gathered, size - 1, out=put(np.zeros_like(parts[0])))
         check(out, parts[rank])
         # Uneven: rank r has r + 1 rows, and gives r rows to each.
         sizes = [r + 1 for r in range(size)]
         uneven = [contribution(r, (r + 1, 2), dtype) for r in range(size)]
-        check(comm.all_gather(place(uneven[rank]), sizes=sizes), np.concatenate(uneven))
-        out = place(np.zeros((sum(sizes), 2), parts[0].dtype))
-        check(comm.all_gather(place(uneven[rank]), sizes=sizes, out=out), np.concatenate(uneven))
+        check(comm.all_gather(put(uneven[rank]), sizes=sizes), np.concatenate(uneven))
+        out = put(np.zeros((sum(sizes), 2), parts[0].dtype))
+        check(comm.all_gather(put(uneven[rank]), sizes=sizes, out=out), np.concatenate(uneven))
         sent = contribution(rank, (rank * size, 2), dtype)
         received = np.concatenate([contribution(r, (r * size, 2), dtype)[rank * r :][:r] for r in range(size)])
-        check(comm.all_to_all(place(sent), send_sizes=[rank] * size, recv_sizes=list(range(size))), received)
+        check(comm.all_to_all(put(sent), send_sizes=[rank] * size, recv_sizes=list(range(size))), received)
         after, before = (rank + 1) % size, (rank - 1) % size
-        out = comm.exchange(place(parts[rank]), dest=after, out=place(np.zeros_like(parts[0])), source=before)
+        out = comm.exchange(put(parts[rank]), dest=after, out=put(np.zeros_like(parts[0])), source=before)
         check(out, parts[before])
         if rank == 0 and size > 1:
-            comm.send(place(parts[0]), 1)
+            comm.send(put(parts[0]), 1)
         elif rank == 1:
-            check(comm.recv(place(np.zeros_like(parts[0])), 0), parts[0])
+            check(comm.recv(put(np.zeros_like(parts[0])), 0), parts[0])
 
 
 class WithDlpack:
@@ -186,10 +186,10 @@ def test_layouts(comm, dtype) -> None:
         assert comm.broadcast(array) is array
     for shape in ((), (0,), (0, 3), (1, 0)):
         own, expected = contribution(comm.rank, shape, dtype), reduced(op, shape, dtype, n)
-        for place in (on_gpu, np.copy):
-            values = is_checked(dtype, op, n) and (shape != () or place is np.copy or KERNELS_RUN)
-            check_reduced(comm.all_reduce(place(own), op), expected, values=values)
-            assert comm.all_gather(place(own)).size == n * own.size
+        for put in (on_gpu, np.copy):
+            values = is_checked(dtype, op, n) and (shape != () or put is np.copy or KERNELS_RUN)
+            check_reduced(comm.all_reduce(put(own), op), expected, values=values)
+            assert comm.all_gather(put(own)).size == n * own.size
     strided = np.asfortranarray(contribution(comm.rank, (4, 3), dtype))  # in host memory: NumPy copies it
     assert comm.all_reduce(strided, op) is strided
     check_reduced(strided, reduced(op, (4, 3), dtype, n), values=is_checked(dtype, op, n))

@@ -92,7 +92,7 @@ _free: defaultdict[tuple[int, int, int], list[Block]] = defaultdict(list)  # by 
 
 
 class MemoryPointer:
-    """A place in memory.
+    """An address in memory.
 
     Args:
         mem: the memory.
@@ -113,7 +113,7 @@ class MemoryPointer:
         return np.ndarray(shape, dtype, block.bytes, self.ptr - block.address, strides)
 
     def copy_from_device_async(self, src: MemoryPointer, size: int, stream: Any = None) -> None:
-        """Copies from another place in device memory."""
+        """Copies from another address in device memory."""
         target, source = device_bytes(self.ptr, size), device_bytes(src.ptr, size)
         (current_queue() if stream is None else stream._queue()).submit(lambda: np.copyto(target, source))
 
