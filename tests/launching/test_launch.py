@@ -172,7 +172,6 @@ REFUSED = {
     "launch of a tuple that may be meant as arguments": lambda: gs.launch(one, (5,), 2),
     "launch of 0": lambda: gs.launch(one, (), 0),
     "launch of True": lambda: gs.launch(one, (), True),
-    "launch of text": lambda: gs.launch(one, (), "2"),
     "launch of what does not pickle": lambda: gs.launch(one, threading.Lock(), 2),
     "launch of a function with a lock": lambda: gs.launch(functools.partial(one, threading.Lock()), (), 2),
     "start method": lambda: gs.set_start_method("thread"),
@@ -180,7 +179,6 @@ REFUSED = {
     "spawn with args that are no tuple": lambda: gs.spawn(one, 5),
     "spawn with args that are text": lambda: gs.spawn(one, "text"),
     "spawn of 0": lambda: gs.spawn(one, (), 0),
-    "spawn of -2": lambda: gs.spawn(one, (), -2),
     "spawn of True": lambda: gs.spawn(one, (), True),
     "spawn with an unknown option": lambda: gs.spawn(one, zzz=1),
     "spawn with a start method": lambda: gs.spawn(one, start_method="thread"),
@@ -189,7 +187,6 @@ REFUSED = {
     "spawn with an address elsewhere": lambda: gs.spawn(one, nprocs=1, ips="127.0.0.1,192.0.2.1"),
     "launcher of a number": lambda: gs.launcher(3),
     "launcher of 0": lambda: gs.launcher(n_gpus=0),
-    "launcher of text": lambda: gs.launcher(n_gpus="2"),
     "launcher beyond the world": lambda: gs.launcher(n_gpus=4, world_size=2),
     "launcher that starts behind the world": lambda: gs.launcher(world_size=2, rank_start=2, port=4000),
     "launcher of one of several nodes without world_size": lambda: gs.launcher(rank_start=2, port=4000),
@@ -202,7 +199,6 @@ REFUSED = {
     "launcher with a device": lambda: gs.launcher(device_type="tpu"),
     "launcher of NCCL on CPUs": lambda: gs.launcher(device_type="cpu", backend="nccl"),
     "launcher's argument": lambda: gs.launcher(one, n_gpus=1)(sys.stdout),
-    "launcher of a function with a lock": lambda: gs.launcher(functools.partial(one, threading.Lock()), 1)(),
 }
 
 

@@ -116,6 +116,18 @@ def test_a_value_that_does_not_pickle_is_that_ranks_error_and_ends_nobody_elses_
     assert caught.value.results == ({} if then_fails else {0: "not asked to end"})
 
 
+def test_a_rank_whose_value_does_not_pickle_is_not_awaited_by_ranks_that_join():
+    def work():
+        import threading
+
+        if os.environ["RANK"] == "0":
+            gs.init_process_group("shm", timeout_seconds=600)
+        return threading.Lock()
+
+    with pytest.raises(gs.WorkerError, match="rank 1/2 ended with exit code 1 without joining"):
+        gs.launch(work, (), 2)
+
+
 class KillsOnPickling:
     """Ends its process when it is pickled, between the arrays before and behind it."""
 
@@ -141,4 +153,4 @@ def test_values_leave_no_descriptor_open_whatever_becomes_of_the_ranks():
         assert all((value == 3.0).all() for value in caught.value.results.values())
         del caught
         counts.append(len(os.listdir("/proc/self/fd")))
-    assert counts[0] == counts[1]
+    assert counts[1] <= counts[0]  # something else of the process may have closed one meanwhile

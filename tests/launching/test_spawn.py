@@ -156,7 +156,7 @@ def test_a_taken_port_is_an_error_and_leaves_nothing_open():
             with pytest.raises(gs.RendezvousError, match=str(port)):
                 gs.launcher(environment, n_gpus=1, port=port)()
             counts.append(len(os.listdir("/proc/self/fd")))
-    assert counts[0] == counts[1]
+    assert counts[1] <= counts[0]  # something else of the process may have closed one meanwhile
 
 
 def test_gloo_means_shared_memory_and_the_log_says_so(caplog):
