@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import signal
 import subprocess
@@ -50,6 +51,23 @@ def test_of_two_silent_ranks_the_one_whose_process_is_stopped_or_gone_has_failed
     for error in together(lambda: failure(stopped, signal.SIGSTOP), lambda: failure(gone, signal.SIGKILL)):
         assert type(error) is gs.RankFailed
         assert (error.rank, error.phase, error.was_silent) == (2, "running", True)
+
+
+@pytest.mark.slow  # five seconds
+def test_a_rank_that_is_silent_and_runs_is_worth_one_line_in_the_log(programs, caplog):
+    with (
+        caplog.at_level(logging.WARNING, "gradsync"),
+        RendezvousServer(2, secret=SECRET) as server,
+        Peer.of_client(server.address) as peer,
+    ):
+        peer.send(Kind.JOIN, 1, 2, machine_identity(), "host", programs[0].pid)
+        with connect(server, 0, 2) as client:
+            assert peer.answer().kind == Kind.REPLY
+            wait_until(lambda: f"rank 1/2 (pid {programs[0].pid}) has sent nothing" in caplog.text)
+            peer.ask(Kind.SET, "key", b"")
+            wait_until(lambda: "responds again" in caplog.text)
+            client.check()
+    assert caplog.text.count("has sent nothing") == 1
 
 
 PARTITION = """
