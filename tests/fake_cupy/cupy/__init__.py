@@ -39,6 +39,7 @@ from ._array import compute as _compute
 from ._array import launch as _launch
 from ._array import ndarray
 from ._array import operand as _operand
+from ._array import queued as _queued
 from ._dlpack import from_dlpack as from_dlpack
 from ._dlpack import view_of_foreign as _view_of_foreign
 from ._kernels import RawModule as RawModule
@@ -63,6 +64,7 @@ uint8, uint16, uint32, uint64 = _np.uint8, _np.uint16, _np.uint32, _np.uint64
 complex64, complex128 = _np.complex64, _np.complex128
 dtype, nan, inf = _np.dtype, _np.nan, _np.inf
 add, multiply, divide, isfinite = (_Ufunc(f) for f in (_np.add, _np.multiply, _np.divide, _np.isfinite))
+maximum, rint = (_Ufunc(f) for f in (_np.maximum, _np.rint))  # of examples/hooks.py
 
 
 def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
@@ -162,6 +164,10 @@ def concatenate(tup: Any, axis: int = 0, out: Any = None, *, dtype: Any = None, 
     result = empty(probe.shape, probe.dtype) if out is None else out
     _launch(_np.concatenate, hosts, axis, out=_operand(result), casting="unsafe")
     return result
+
+
+def where(condition: ndarray, x: Any, y: Any) -> ndarray:
+    return _queued(_np.where, condition, x, y)
 
 
 def broadcast_to(array: ndarray, shape: Any) -> ndarray:
