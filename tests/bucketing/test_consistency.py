@@ -76,7 +76,9 @@ def test_the_first_array_that_differs_is_named_on_every_rank(comm):
 
 
 @pytest.mark.parametrize(
-    "wrong", [np.ones(3), 3, None, "w", {"w": 1.0}, {"w": 1}, [("1", np.ones(1)), (1, np.ones(1))]], ids=repr
+    "wrong",
+    [np.ones(3), np.ones((3, 2)), 3, None, "w", {"w": 1.0}, {"w": 1}, [("1", np.ones(1)), (1, np.ones(1))]],
+    ids=repr,
 )
 def test_what_cannot_be_compared_is_refused(alone, wrong):
     with pytest.raises(gs.InvalidArgument):

@@ -98,6 +98,12 @@ def test_the_norm_is_that_of_all_reduced_gradients(comm, size, scale):
     assert all((arrays.get(results[name]) == comm.world_size * each).all() for name, each in given.items() if scale < 2)
 
 
+@pytest.mark.parametrize("limit", [5.1, 9.9, 1e6])
+def test_clipping_never_makes_gradients_larger(alone, limit):
+    sync = gs.AllreduceCallback("sum", alone, clip_norm=limit)
+    assert step(sync, {"w": np.array([3.0, 4.0])})["w"].tolist() == [3.0, 4.0]
+
+
 @pytest.mark.ranks(2, on=("shm", "fake"))
 def test_what_is_not_finite_is_not_scaled(comm):
     """With "skip" the other gradients are as they were, with an infinite limit too; an empty step skips nothing."""

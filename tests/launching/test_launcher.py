@@ -143,6 +143,11 @@ def test_other_machines_need_a_secret(monkeypatch):
         assert run() == [(f"0.0.0.0:{port}", "0.0.0.0")]
 
 
+def test_a_node_after_the_first_needs_its_port():
+    with pytest.raises(gs.InvalidArgument, match="port"):
+        gs.launcher(address, n_gpus=1, world_size=2, rank_start=1, port=0)()
+
+
 def test_ranks_on_gpus_take_nccl(monkeypatch):
     fake = PLACES["fake"]
     monkeypatch.syspath_prepend(fake.folders[0])
