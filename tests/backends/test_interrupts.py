@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import signal
-import sys
 import threading
 from functools import partial
 
@@ -13,35 +11,12 @@ import numpy as np
 import pytest
 
 import gradsync as gs
+from interrupts import interrupted
 
 WAIT_SECONDS = 0.002  # for what does not come
 
 
-def interrupted(function, number):
-    """Calls a function, with Ctrl-C at the n-th place where Python looks for signals; whether it came there.
-
-    Python looks as a function of Python begins, and after a call has returned.
-    """
-    count = 0
-
-    def strike(_frame, event, _argument):
-        nonlocal count
-        count += event in ("call", "return", "c_return", "c_exception")
-        if count == number:
-            signal.raise_signal(signal.SIGINT)
-
-    gc.disable()  # Python forgets what Ctrl-C raises in a destructor
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.setprofile(strike)
-    try:
-        function()
-    except (KeyboardInterrupt, TimeoutError, gs.GradsyncError):
-        pass
-    finally:
-        sys.setprofile(None)
-        signal.signal(signal.SIGINT, previous)
-        gc.enable()
-    return count >= number
+ENDS = (KeyboardInterrupt, TimeoutError, gs.GradsyncError)
 
 
 def comes_back(function):
@@ -57,7 +32,7 @@ def test_at_any_call_of_a_collective(comm):
     for number in range(1, 120, 3):
         group = comm.split(0)
         if comm.rank == 0:
-            assert interrupted(group.barrier, number)
+            assert interrupted(group.barrier, number, ends=ENDS)
             assert comes_back(group.close), f"call {number} of barrier() was interrupted"
         comm.barrier()
         if comm.rank == 1:
@@ -73,7 +48,7 @@ def test_at_any_call_of_a_wait_for_a_future(comm):
         struck = False
         if comm.rank == 0:
             future = group.asynchronous.all_reduce(np.ones(3))
-            struck = interrupted(partial(future.result, timeout=WAIT_SECONDS), number)
+            struck = interrupted(partial(future.result, timeout=WAIT_SECONDS), number, ends=ENDS)
             assert comes_back(partial(group.abort, "enough")), f"call {number} of result() was interrupted"
             with pytest.raises(gs.GradsyncError):
                 future.result(timeout=60)
@@ -89,7 +64,7 @@ def test_at_any_call_of_a_wait_for_spawned_ranks():
     number, struck = 1, True
     while struck:
         context = gs.spawn(signal.pause, (), 1, join=False)
-        struck = interrupted(partial(context.join, WAIT_SECONDS), number)
+        struck = interrupted(partial(context.join, WAIT_SECONDS), number, ends=ENDS)
         for process in context.processes:
             process.kill()  # a Ctrl-C before join has begun leaves it
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
 import signal
-import sys
 import threading
 
 import pytest
 
 import gradsync as gs
+import interrupts
 from commands import is_running, wait_until
 from gradsync.rendezvous.server import RendezvousServer
 from rendezvous.clients import connect, join_all, together, world
@@ -26,32 +25,11 @@ def interrupt(*_):
     raise Interrupt
 
 
+ENDS = (Interrupt, gs.CollectiveTimeout, gs.RendezvousTimeout, gs.RankFailed, gs.CommunicatorClosed)
+
+
 def interrupted(function, number, handle=interrupt):
-    """Calls a function, with a signal at the n-th point where Python looks for signals; says whether it came there.
-
-    Python looks as a function of Python begins, and after a call has returned.
-    """
-    count = 0
-
-    def strike(_frame, event, _argument):
-        nonlocal count
-        count += event in ("call", "return", "c_return", "c_exception")
-        if count == number:
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGUSR1)
-
-    gc.disable()  # what a handler raises in a destructor is lost
-    kept = signal.signal(signal.SIGUSR1, handle)
-    sys.setprofile(strike)
-    try:
-        function()
-    except (Interrupt, gs.CollectiveTimeout, gs.RendezvousTimeout, gs.RankFailed, gs.CommunicatorClosed):
-        pass
-    finally:
-        sys.setprofile(None)
-        signal.signal(signal.SIGUSR1, kept)
-        gc.enable()
-    return count >= number
+    return interrupts.interrupted(function, number, ends=ENDS, by=signal.SIGUSR1, handle=handle)
 
 
 CALLS = {
