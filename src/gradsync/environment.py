@@ -172,7 +172,6 @@ TRACE = Variable("GRADSYNC_TRACE", _text, None)  # the folder for Chrome traces
 VARIABLES: tuple[Variable[object], ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
 #: The variables that describe one run. A launcher sets these variables for its own ranks, and removes earlier values.
 OF_A_RUN = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESS, HOSTED, BACKEND, SECRET, SECRET_FILE)
-_OF_TESTS = f"{_PREFIX}TEST_"  # variables of this project's tests
 _warned: set[str] = set()
 
 
@@ -204,7 +203,7 @@ def refused_variables(
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
     """Returns the unknown variables that begin with GRADSYNC_, each with the name that was probably meant, or None."""
     known = {*VARIABLES, *REMOVED["gradsync (variables)"]}
-    found = sorted(n for n in environ if n.startswith(_PREFIX) and n not in known and not n.startswith(_OF_TESTS))
+    found = sorted(n for n in environ if n.startswith(_PREFIX) and n not in known)
     return {name: _nearest_variable(name) for name in found}
 
 
