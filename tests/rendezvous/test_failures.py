@@ -154,6 +154,7 @@ def test_all_ranks_hear_of_a_server_that_stops_and_it_leaves_nothing():
         server.stop()
         errors = [waiting()]
     for client in clients:
+        errors.append(failure_of(client))  # which waits for the news: check and set do not
         for call in calls_of(client):
             with pytest.raises(gs.RendezvousError) as raised:
                 call()
