@@ -1,6 +1,7 @@
 """The fake of CuPy itself: that it breaks what a GPU would break. What it models: fake_cupy/cupy/__init__.py."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -37,6 +38,22 @@ def test_the_null_stream_and_blocking_streams_wait_for_each_other(comm):
         assert not cupy.cuda.Stream.null.done
         obstacle.lift()
     assert array.get().tolist() == [5] * 4
+
+
+@pytest.mark.ranks(1, on=("fake",))
+def test_events_time_the_work_between_them(comm):
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    begin = stream.record()
+    stream.launch_host_func(time.sleep, 0.05)
+    end = stream.record()
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="NotReady"):
+        cupy.cuda.get_elapsed_time(begin, end)
+    end.synchronize()
+    assert cupy.cuda.get_elapsed_time(begin, end) >= 50
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="InvalidResourceHandle"):
+        cupy.cuda.get_elapsed_time(begin, stream.record(cupy.cuda.Event(disable_timing=True)))
 
 
 @pytest.mark.ranks(1, on=("fake",))

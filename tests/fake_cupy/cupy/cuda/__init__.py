@@ -9,3 +9,4 @@ from .memory import alloc_pinned_memory as alloc_pinned_memory
 from .stream import Event as Event
 from .stream import Stream as Stream
 from .stream import get_current_stream as get_current_stream
+from .stream import get_elapsed_time as get_elapsed_time

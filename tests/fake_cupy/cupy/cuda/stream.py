@@ -29,7 +29,8 @@ class Event:
     """A mark in a stream; one that was never recorded counts as done.
 
     Args:
-        block, disable_timing, interprocess: nothing here.
+        block, interprocess: nothing here.
+        disable_timing: whether get_elapsed_time refuses it.
     """
 
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
@@ -37,6 +38,7 @@ class Event:
         self._device = current_device()
         self._ticket: Ticket | None = None
         self._capture: Capture | None = None
+        self._is_timed, self._seconds = not disable_timing, 0.0
         events[self.ptr] = self
 
     @property
@@ -48,8 +50,11 @@ class Event:
         queue = (get_current_stream() if stream is None else stream)._queue()
         if queue.device is not self._device:
             raise CUDARuntimeError(INVALID_RESOURCE_HANDLE)
-        self._ticket = queue.mark()
+        self._ticket = queue.submit(self._stamp) if self._is_timed else queue.mark()
         self._capture = queue.capture
+
+    def _stamp(self) -> None:
+        self._seconds = time.perf_counter()
 
     def synchronize(self) -> None:
         """Blocks until the mark is reached."""
@@ -69,6 +74,16 @@ class Event:
         if not is_done:
             time.sleep(0)  # a loop of queries would keep the streams' threads from running
         return self._device.status() or (0 if is_done else NOT_READY)
+
+
+def get_elapsed_time(start_event: Event, end_event: Event) -> float:
+    """The milliseconds between two marks."""
+    for event in (start_event, end_event):
+        if not event._is_timed or event._ticket is None:
+            raise CUDARuntimeError(INVALID_RESOURCE_HANDLE)
+        if event.query():
+            raise CUDARuntimeError(event.query())
+    return (end_event._seconds - start_event._seconds) * 1e3
 
 
 class Stream:
