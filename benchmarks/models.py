@@ -1,17 +1,85 @@
-"""The models that the benchmarks synchronise, by the names that their results carry."""
+"""The gradients that are timed: of well-known models, of many small arrays, or of a file of shapes."""
 
 from __future__ import annotations
 
+import json
 from math import prod
+from pathlib import Path
 
-from gradsync.bench.models import Shape, gpt2_small, resnet50
+import numpy as np
+import pytest
 
-__all__ = ["MODELS", "Shape", "element_count", "gpt2_small", "resnet50"]
-
-
-def element_count(shapes: list[Shape]) -> int:
-    """Returns the number of elements of all shapes together."""
-    return sum(prod(shape) for shape in shapes)
+Gradients = list[tuple[str, tuple[int, ...]]]  # dtype and shape, in the order in which a backward pass gives them
 
 
-MODELS = {"ResNet-50": resnet50, "GPT-2 small": gpt2_small}
+def resnet50() -> Gradients:
+    """The 161 parameters of ResNet-50 (25,557,032 elements), last to first.
+
+    Source: torchvision.models.resnet50; He et al., "Deep Residual Learning for Image Recognition", table 1.
+    """
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    inputs = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        outputs = 4 * width
+        for block in range(blocks):
+            shapes += [(width, inputs, 1, 1), (width,), (width,)]
+            shapes += [(width, width, 3, 3), (width,), (width,)]
+            shapes += [(outputs, width, 1, 1), (outputs,), (outputs,)]
+            if block == 0:  # the shortcut changes the number of channels
+                shapes += [(outputs, inputs, 1, 1), (outputs,), (outputs,)]
+            inputs = outputs
+    return _backwards([*shapes, (1000, 2048), (1000,)])
+
+
+def gpt2_small() -> Gradients:
+    """The 148 parameters of GPT-2 small (124,439,808 elements), last to first; input and output share one weight.
+
+    Source: Radford et al., "Language Models are Unsupervised Multitask Learners"; the released 124M checkpoint.
+    """
+    width = 768
+    norm: list[tuple[int, ...]] = [(width,), (width,)]
+    attention: list[tuple[int, ...]] = [(width, 3 * width), (3 * width,), (width, width), (width,)]
+    dense: list[tuple[int, ...]] = [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    return _backwards([(50257, width), (1024, width), *[*norm, *attention, *norm, *dense] * 12, *norm])
+
+
+def small() -> Gradients:
+    """10,000 arrays of 100 elements: what an array costs, whatever its size."""
+    return [("float32", (100,))] * 10_000
+
+
+def _backwards(shapes: list[tuple[int, ...]]) -> Gradients:
+    return [("float32", shape) for shape in reversed(shapes)]
+
+
+MODELS = {"ResNet-50": resnet50, "GPT-2 small": gpt2_small, "10,000 small": small}
+
+
+def gradients_of(model: str, *, few: bool = False) -> Gradients:
+    """Returns the gradients of a key of MODELS, or of a file: JSON {name: [dtype, [sizes]]}.
+
+    Args:
+        model: which.
+        few: only the five smallest, to see that something runs.
+
+    Raises:
+        pytest.UsageError: the file cannot be read, or says something else.
+    """
+    gradients = MODELS[model]() if model in MODELS else read(model)
+    return sorted(gradients, key=lambda each: prod(each[1]))[:5] if few else gradients
+
+
+def read(model: str) -> Gradients:
+    try:
+        found = json.loads(Path(model).read_text())
+        return [(np.dtype(dtype).name, tuple(map(int, sizes))) for dtype, sizes in found.values()]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise pytest.UsageError(f'--shapes {model} needs {{"name": ["float32", [64, 3]], ...}}: {error}') from None
+
+
+def name_of(model: str) -> str:
+    return model if model in MODELS else Path(model).name
+
+
+def ones(gradients: Gradients) -> list[np.ndarray]:
+    return [np.ones(shape, dtype) for dtype, shape in gradients]

@@ -1,0 +1,163 @@
+"""pytest benchmarks/: the options, the fixture `compare`, and what the output says at its head and at its end."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+import gradsync as gs
+import models
+import systems
+import tables
+from compare import CLOCK, Compare, Row, Teams, commit_of
+from gradsync.machine import usable_cores
+from teams import Launched, follow
+
+TEAMS = pytest.StashKey[Teams]()
+ROWS = pytest.StashKey[dict[str, Row]]()
+QUIET_LOAD = 0.5  # for each core
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("gradsync")
+    group.addoption("--ranks", type=int, default=2, help="of each contender, where pytest starts them (2)")
+    group.addoption("--against", action="append", default=[], metavar="COMMIT", help="the gradsync of this commit, too")
+    group.addoption("--starts", type=int, help="of the ranks in each row (1; with --against 5)")
+    group.addoption("--shapes", metavar="FILE", help='gradients of your model: {"name": ["float32", [64, 3]], ...}')
+    group.addoption("--script", metavar="FILE", help="a script of yours, for test_training.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Under a launcher, all ranks but the first follow it, and run no tests."""
+    if not gs.is_launched() or config.option.collectonly:
+        return None
+    comm = systems.comm()
+    if comm.rank == 0:
+        return None
+    follow(comm)
+    return 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "contenders(*names): who takes part, see compare.py")
+    against = [commit_of(revision) for revision in config.option.against]
+    if against and gs.is_launched():
+        raise pytest.UsageError("--against starts ranks, and here a launcher has done that: leave out the launcher")
+    config.stash[TEAMS] = teams = Teams(config.option.ranks, against, config.option.starts or (5 if against else 1))
+    config.stash[ROWS] = {}
+    if gs.is_launched() and not config.option.collectonly:
+        teams.launched, teams.ranks = Launched(systems.comm()), systems.comm().world_size
+    if not config.option.verbose:  # pytest-benchmark's table: what a comparison needs
+        config.option.benchmark_columns = ["median", "iqr", "min", "rounds"]
+        config.option.benchmark_sort = "fullname"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if teams := config.stash.get(TEAMS, None):
+        teams.close()
+
+
+@pytest.hookimpl(trylast=True)  # so that the contenders of a row come one after the other
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    config = metafunc.config
+    if "model" in metafunc.fixturenames:
+        shapes = config.option.shapes
+        metafunc.parametrize("model", [shapes] if shapes else list(models.MODELS))
+    if "contender" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("contenders")
+        names = list(marker.args) if marker else ["gradsync"]
+        if "gradsync" in names:
+            names[1:1] = config.stash[TEAMS].commits
+        metafunc.parametrize("contender", names)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.benchmark(timer=CLOCK))
+        item.add_marker(pytest.mark.timeout(3600))
+        # Ranks get what they time by value: they know nothing of pytest's modules.
+        cloudpickle.register_pickle_by_value(item.module)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def compare(request: pytest.FixtureRequest, benchmark: Any, contender: str) -> Compare:
+    config = request.config
+
+    def case(item: pytest.Item) -> Any:
+        parameters = getattr(item, "callspec").params  # noqa: B009
+        return item.path, item.originalname, {k: v for k, v in parameters.items() if k != "contender"}  # type: ignore[attr-defined]
+
+    others = [each for each in request.session.items if "contender" in getattr(each, "fixturenames", ())]
+    side_by_side = [each.callspec.params["contender"] for each in others if case(each) == case(request.node)]  # type: ignore[attr-defined]
+    return Compare(contender, side_by_side, benchmark, config.stash[TEAMS], config.stash[ROWS])
+
+
+# -- What is printed and written --------------------------------------------------------------------------------------
+
+
+def machine() -> str:
+    cpu = tables.cpu_name()
+    return f"{cpu}, {usable_cores()} cores, Python {platform.python_version()}, NumPy {np.__version__}"
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    teams = config.stash[TEAMS]
+    load = os.getloadavg()[0]
+    busy = load > QUIET_LOAD * usable_cores()
+    return [
+        f"benchmarks of gradsync {gs.__version__}: {teams.ranks} ranks on {machine()}",
+        f"this machine is busy (load average {load:.1f}): times are longer than usual, believe only ratios"
+        if busy
+        else f"this machine is quiet (load average {load:.1f})",
+    ]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    rows = [row for row in config.stash[ROWS].values() if row.seconds]
+    if not rows or config.option.benchmark_disable:
+        return
+    write = terminalreporter.write_line
+    terminalreporter.section("side by side: the median of a round on the slowest rank")
+    medians = {row.name: {name: float(np.median(s)) for name, s in row.all_seconds().items()} for row in rows}
+    for table in tables.aligned(medians):
+        write("")
+        for line in table:
+            write(line)
+    for row in rows:
+        for contender, notes in row.notes.items():
+            write(f"{row.name}, {contender}: " + ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in notes.items()))
+        for commit in config.stash[TEAMS].commits:
+            if {"gradsync", commit} <= set(row.seconds):
+                ratio, low, high = row.ratio("gradsync", commit)
+                write(f"{row.name}: this / {commit} = {ratio:.3f} (95 %: {low:.3f} to {high:.3f})")
+    absent = {reason for row in rows for reason in row.absent.values()}
+    for line in [*sorted(absent), *[row.closing(row.all_seconds()) for row in rows if row.closing]]:
+        write("")
+        write(line)
+
+
+def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
+    machine_info.clear()
+    machine_info |= {"machine": machine(), "load_average": os.getloadavg()[0]}
+
+
+def pytest_benchmark_update_json(output_json: dict[str, Any]) -> None:
+    """Figures, without their samples."""
+    for benchmark in output_json["benchmarks"]:
+        benchmark["stats"].pop("data", None)
+        for name in ("options", "params", "param"):
+            benchmark.pop(name, None)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None] | None:
+    """Ranks end before the tables are printed."""
+    session.config.stash[TEAMS].end()
+    return None

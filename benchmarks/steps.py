@@ -1,0 +1,168 @@
+"""The step that several rows time: the gradients of a backward pass are averaged over the ranks.
+
+"new" arrays: a step begins with arrays that it has never seen, as after most backward passes; making them does not
+count. "kept": the same arrays in each step. "views": the gradients live in the buckets.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import gradsync as gs
+import models
+import systems
+from teams import Step
+
+Arrays = list[np.ndarray]
+
+
+def average(contender: str, gradients: models.Gradients, arrays: str, threshold: str | None = None) -> Step:
+    """Returns a step of a contender, whose results have been checked. It returns its seconds.
+
+    Args:
+        contender: "gradsync"; "by hand": all in one array, one all_reduce, split again; "DDP"; "mpi4py": one Allreduce
+            and one division for each; "copy": no ranks, each copies its gradients; or anything: gradsync's.
+        gradients: dtypes and shapes.
+        arrays: "new", "kept" or "views".
+        threshold: gradsync's threshold_bytes.
+    """
+    comm = systems.comm()
+    if contender == "DDP":
+        return _ddp(gradients, arrays)
+    reduce = {"by hand": _by_hand, "mpi4py": _mpi, "copy": _copy}.get(contender)
+    kept = [np.full(shape, comm.rank + 1, dtype) for dtype, shape in gradients]
+    if reduce is None:
+        options: dict[str, Any] = {} if threshold is None else {"threshold_bytes": threshold}
+        if arrays == "views":
+            options |= {"parameters": {str(i): (s, d) for i, (d, s) in enumerate(gradients)}}
+            options |= {"gradient_as_bucket_view": True}
+        sync = gs.AllreduceCallback("mean", comm, name=f"{arrays} {threshold}", **options)
+        if arrays == "views":
+            views = sync.gradient_buffers()
+            for name, view in views.items():
+                view[...] = kept[int(name)]
+            kept = [views[str(number)] for number in range(len(gradients))]
+        reduce = _with(sync)
+    last: Arrays = []
+
+    def step() -> float:
+        last[:] = [array.copy() for array in kept] if arrays == "new" else kept
+        began = time.perf_counter()
+        reduce(last)
+        return time.perf_counter() - began
+
+    if contender != "copy":
+        for _ in range(3):  # the second and the third may take other paths
+            step()
+            _check(last)
+    return step
+
+
+def python_calls(contender: str, gradients: models.Gradients, arrays: str) -> float:
+    """Returns how many functions of Python a step calls, for each gradient."""
+    step = average(contender, gradients, arrays)
+    count = 0
+
+    def profile(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count / len(gradients)
+
+
+def _check(arrays: Sequence[Any]) -> None:
+    expected = (systems.comm().world_size + 1) / 2
+    for array in arrays:
+        np.testing.assert_allclose(np.asarray(array, np.float64), expected, rtol=1e-2 if array.itemsize < 4 else 1e-6)
+
+
+def _with(sync: gs.AllreduceCallback) -> Callable[[Arrays], None]:
+    def reduce(arrays: Arrays) -> None:
+        with sync.backward():
+            futures = [sync(str(number), array) for number, array in enumerate(arrays)]
+        for future in futures:
+            future.result()
+
+    return reduce
+
+
+def _by_hand(arrays: Arrays) -> None:
+    flat = np.concatenate([array.reshape(-1) for array in arrays])
+    flat = systems.comm().all_reduce(flat, "mean")
+    begin = 0
+    for array in arrays:
+        array[...] = flat[begin : begin + array.size].reshape(array.shape)
+        begin += array.size
+
+
+def _mpi(arrays: Arrays) -> None:
+    mpi = systems.mpi()
+    for array in arrays:
+        mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, array)
+        array /= mpi.COMM_WORLD.size
+
+
+def _copy(arrays: Arrays) -> None:
+    for array in arrays:
+        array.copy()
+
+
+def _ddp(gradients: models.Gradients, arrays: str) -> Step:
+    """DistributedDataParallel's reducer: what it adds to a backward pass, which hands out finished gradients.
+
+    Autograd takes over tensors that nobody else holds, without a copy; what remains is its walk over the parameters.
+    The same pass in no_sync() is that walk alone.
+    """
+    dist = systems.gloo()
+    import torch
+
+    kept = [torch.full(shape, dist.get_rank() + 1.0, dtype=getattr(torch, dtype)) for dtype, shape in gradients]
+
+    class HandOut(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, *_weights: Any) -> Any:
+            return torch.zeros(())
+
+        @staticmethod
+        def backward(_: Any, *_gradients: Any) -> Any:
+            return tuple(gradient.detach() for gradient in handed_out)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = torch.nn.ParameterList([torch.zeros_like(each) for each in reversed(kept)])
+
+        def forward(self) -> Any:
+            return HandOut.apply(*reversed(list(self.weights)))
+
+    handed_out = kept
+    model = torch.nn.parallel.DistributedDataParallel(Model(), gradient_as_bucket_view=arrays == "views")
+
+    def backward() -> float:
+        nonlocal handed_out
+        model.zero_grad(set_to_none=True)
+        handed_out = [each.clone() for each in kept] if arrays == "new" else kept
+        loss = model()
+        began = time.perf_counter()
+        loss.backward()
+        return time.perf_counter() - began
+
+    def step() -> float:
+        with model.no_sync():
+            alone = backward()
+        return backward() - alone
+
+    for _ in range(3):
+        step()
+        _check([weight.grad for weight in model.module.weights])
+    return step

@@ -1,0 +1,74 @@
+"""The systems that take part: how their ranks are started, and what a step needs of them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import gradsync as gs
+from teams import Absent
+
+NO_TORCH = "PyTorch is not installed: pip install torch --index-url https://download.pytorch.org/whl/cpu"
+NO_MPI = "mpi4py or its MPI is not installed: pip install mpi4py mpich"
+# One team for each; a contender of another name is gradsync's.
+SYSTEMS = {"gloo": "torch", "DDP": "torch", "mpi4py": "mpi"}
+
+
+def launcher_of(system: str, ranks: int) -> list[str]:
+    """Returns the command that starts ranks of a system, without the program.
+
+    Raises:
+        Absent: the system is not installed.
+    """
+    if system == "mpi":
+        mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
+            raise Absent(NO_MPI)
+        return [mpiexec, "-n", str(ranks), sys.executable]
+    if system == "torch" and importlib.util.find_spec("torch") is None:
+        raise Absent(NO_TORCH)
+    return [sys.executable, "-m", "gradsync", "run", "--no-prefix", "-n", str(ranks)]
+
+
+# -- On a rank --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def comm() -> gs.Communicator:
+    """The communicator of all ranks. It waits as long as somebody else's turn takes."""
+    return gs.init_process_group(collective_timeout_seconds=24 * 3600)
+
+
+@functools.cache
+def gloo() -> Any:
+    """PyTorch's `torch.distributed`, over gloo, with one thread for PyTorch's own operators."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError:
+        raise Absent(NO_TORCH) from None
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks for the interface of the host's name
+    rank, size = comm().rank, comm().world_size
+    store = dist.TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False) if rank == 0 else None
+    port = comm().objects.broadcast(store.port if store else None, root=0)
+    store = store or dist.TCPStore("127.0.0.1", port, size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    return dist
+
+
+@functools.cache
+def mpi() -> Any:
+    """mpi4py's `MPI`."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):  # RuntimeError: there is mpi4py, and no MPI
+        raise Absent(NO_MPI) from None
+    if MPI.COMM_WORLD.size != comm().world_size:
+        raise Absent("this job was not started by MPI: mpiexec -n 2 python -m pytest benchmarks/")
+    return MPI

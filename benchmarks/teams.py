@@ -1,0 +1,259 @@
+"""Who measures: teams of rank processes, which sleep until it is their turn.
+
+pytest starts a team for each system that takes part (gradsync, PyTorch, MPI, the gradsync of another commit), and is no
+rank itself. Each rank holds a connection to pytest. A request prepares a contender's step, times it, or lets it go; it
+goes to all ranks of a team at once. Where a launcher has started pytest (mpiexec, srun, gradsync run), the ranks of
+that job are the only team: pytest runs on rank 0, and the others follow it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+import gradsync as gs
+
+START_SECONDS = 120.0
+ANSWER_SECONDS = 600.0
+END_SECONDS = 20.0
+BENCHMARKS = Path(__file__).resolve().parent
+
+Step = Callable[[], float | None]
+Make = Callable[..., Step]  # make(contender, *arguments)
+
+
+class Absent(Exception):
+    """A contender cannot take part here; the text says what to do about it."""
+
+
+class RanksFailed(Exception):
+    """A rank of a team failed, or did not answer; with its traceback. The team is gone."""
+
+
+# -- On each rank -----------------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """The steps of a rank. `comm` is None in the pytest process of steps that need no ranks."""
+
+    def __init__(self, comm: gs.Communicator | None = None) -> None:
+        self._comm = comm
+        self._steps: dict[str, Step] = {}
+
+    def prepare(self, make: Make, contender: str, *arguments: Any) -> None:
+        self._steps[contender] = make(contender, *arguments)
+
+    def time(self, contender: str, calls: int) -> float:
+        """Returns the seconds of a call. A step that returns seconds has timed itself: only these count."""
+        step = self._steps[contender]
+        if self._comm is not None:
+            self._comm.barrier()
+        began = time.perf_counter()
+        own = [step() for _ in range(calls)]
+        seconds = time.perf_counter() - began
+        return (seconds if own[0] is None else sum(own)) / calls  # type: ignore[arg-type]
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+    def release(self) -> None:
+        self._steps.clear()
+        gc.collect()
+
+    def answer(self, request: bytes) -> tuple[str, Any]:
+        what, *arguments = pickle.loads(request)
+        try:
+            return "done", getattr(self, what)(*arguments)
+        except Absent as absent:
+            return "absent", str(absent)
+        except Exception:
+            return "failed", traceback.format_exc()
+
+
+def follow(comm: gs.Communicator) -> None:
+    """Runs on the ranks of a launched job, but not on rank 0, which runs pytest."""
+    rank = Rank(comm)
+    while (request := comm.objects.broadcast(None, root=0)) is not None:
+        comm.objects.all_gather(rank.answer(request))
+
+
+def main(address: str, source: str) -> None:
+    """Runs on each rank that pytest has started."""
+    import systems
+
+    if not str(gs.__file__).startswith(source):
+        raise ImportError(f"the ranks were to import gradsync from {source}, and import {gs.__file__}")
+    with systems.comm() as comm, socket.socket(socket.AF_UNIX) as stream:
+        stream.connect(address)
+        rank, connection = Rank(comm), Connection(stream.detach())
+        connection.send((comm.rank, comm.backend))
+        with suppress(EOFError):  # pytest has ended, or wants this rank no more
+            while True:
+                connection.send(rank.answer(connection.recv_bytes()))
+
+
+# -- In the process of pytest -----------------------------------------------------------------------------------------
+
+
+def results_of(answers: Sequence[tuple[str, Any]]) -> list[Any]:
+    """Returns what the ranks answered.
+
+    Raises:
+        RanksFailed, Absent: what a rank answered.
+    """
+    for rank, (kind, value) in enumerate(answers):
+        if kind == "failed":
+            raise RanksFailed(f"rank {rank}: {value}")
+    for kind, value in answers:
+        if kind == "absent":
+            raise Absent(value)
+    return [value for _, value in answers]
+
+
+class Here:
+    """Steps that run in the process of pytest, without ranks."""
+
+    backend = ""
+
+    def __init__(self) -> None:
+        self._rank = Rank()
+
+    def ask(self, what: str, *arguments: Any) -> list[Any]:
+        return [getattr(self._rank, what)(*arguments)]
+
+
+class Launched:
+    """The ranks of the job that pytest is rank 0 of."""
+
+    def __init__(self, comm: gs.Communicator) -> None:
+        self.backend = comm.backend
+        self._comm, self._rank = comm, Rank(comm)
+
+    def ask(self, *request: Any) -> list[Any]:
+        data = self._comm.objects.broadcast(cloudpickle.dumps(request), root=0)
+        return results_of(self._comm.objects.all_gather(self._rank.answer(data)))
+
+    def close(self) -> None:
+        if not self._comm.closed:
+            self._comm.objects.broadcast(None, root=0)
+
+
+class Team:
+    """Ranks that pytest has started.
+
+    Args:
+        launcher: what starts the ranks, without the program.
+        ranks: how many.
+        source: the folder that gradsync is imported from.
+        variables: beside those of this process.
+
+    Raises:
+        RanksFailed: they did not start.
+    """
+
+    def __init__(self, launcher: Sequence[str], ranks: int, source: Path, variables: Mapping[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        address = f"{self._folder.name}/pytest"
+        paths = [str(source), str(BENCHMARKS), str(BENCHMARKS.parent / "examples"), os.environ.get("PYTHONPATH", "")]
+        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment = os.environ | one_thread | variables | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        self._log = Path(self._folder.name, "log")
+        self._connections: list[Connection] = []
+        with socket.socket(socket.AF_UNIX) as listener, self._log.open("wb") as log:
+            listener.bind(address)
+            listener.listen(ranks)
+            listener.settimeout(0.2)
+            self._process = subprocess.Popen(
+                [*launcher, str(BENCHMARKS / "teams.py"), address, str(source)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # Ctrl-C is for pytest, which ends the ranks.
+                start_new_session=True,
+            )
+            try:
+                self._meet(listener, ranks)
+            except BaseException:
+                self.close()
+                raise
+
+    def _meet(self, listener: socket.socket, ranks: int) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        by_rank: dict[int, Connection] = {}
+        while len(by_rank) < ranks:
+            with suppress(TimeoutError):
+                stream, _ = listener.accept()
+                stream.setblocking(True)
+                connection = Connection(stream.detach())
+                self._connections.append(connection)
+                rank, self.backend = connection.recv()
+                by_rank[rank] = connection
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RanksFailed(f"{len(by_rank)} of {ranks} ranks have started\n{self._last_words()}")
+        self._connections = [by_rank[rank] for rank in range(ranks)]
+
+    def ask(self, *request: Any) -> list[Any]:
+        """Lets all ranks do something at once, and returns their results, by rank.
+
+        Raises:
+            Absent: the contender cannot take part.
+            RanksFailed: a rank failed, or did not answer in time.
+        """
+        answers: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + ANSWER_SECONDS
+        try:
+            data = cloudpickle.dumps(request)
+            for connection in self._connections:
+                connection.send_bytes(data)
+            while len(answers) < len(self._connections):
+                left = [each for rank, each in enumerate(self._connections) if rank not in answers]
+                ready = wait(left, max(deadline - time.monotonic(), 0.0))
+                if not ready:
+                    raise RanksFailed(f"no answer within {ANSWER_SECONDS:.0f} s to {request[0]}")
+                for rank in [self._connections.index(each) for each in ready]:  # type: ignore[arg-type]
+                    answers[rank] = self._connections[rank].recv()
+                    if answers[rank][0] == "failed":  # the others may wait for it for ever
+                        raise RanksFailed(f"rank {rank}: {answers[rank][1]}")
+            return results_of([answers[rank] for rank in range(len(answers))])
+        except (RanksFailed, EOFError, OSError) as error:
+            self.close()
+            raise RanksFailed(f"{error}\n{self._last_words()}") from None
+
+    def close(self) -> None:
+        """Ends the ranks: they end by themselves when their connection does, unless something hangs."""
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
+        try:
+            self._process.wait(END_SECONDS if self._process.poll() is None else 0)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._folder.cleanup()
+
+    def _last_words(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-30:]) if self._log.exists() else ""
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
