@@ -22,7 +22,7 @@ endef
 
 .PHONY: help demo test test-mpi test-cupy test-slow test-simulation lint docs test-pythons test-gpu \
 	first-light bench-training bench-peers \
-	bench-mpi bench-failures bench-rendezvous bench-gpu clean
+	bench-mpi bench-gpu clean
 help:            ## list the targets, and how long each takes on two cores
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
@@ -115,17 +115,9 @@ bench-peers: $(VENV)/.dev  ## install PyTorch and MPI, and compare the times wit
 	$(BIN)/python benchmarks/beside_peers.py all_reduce
 	$(BIN)/python benchmarks/beside_peers.py buckets
 	$(BIN)/python benchmarks/beside_peers.py collectives
-	$(BIN)/python benchmarks/start_up.py
 
 bench-mpi: $(VENV)/.dev  ## compare the times of gradsync over MPI and mpi4py (1 minute)
 	$(BIN)/python benchmarks/beside_mpi4py.py
-
-bench-failures: $(VENV)/.dev  ## time the reports of failures, and check that no process or file is left
-	$(BIN)/python benchmarks/failure_detection.py
-
-bench-rendezvous: $(VENV)/.dev  ## time the rendezvous server with up to 1,024 simulated ranks
-	$(BIN)/python benchmarks/beside_peers.py --install
-	$(BIN)/python benchmarks/rendezvous_scale.py
 
 bench-gpu:       ## time packing and a training step on a GPU, with your CuPy
 	@$(call with_cupy,benchmarks/gpu.py,ml_dtypes)

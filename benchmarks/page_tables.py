@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison_tables import comparison, knobs, lists, thresholds
-from failure_tables import detection, detection_at_a_glance
-from timing_tables import (
-    over_mpi,
-    rendezvous_scale,
-    start_up,
-    training_speed,
-)
+from timing_tables import over_mpi, start_up, training_speed
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -32,9 +26,6 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "training_speed": training_speed,
     "start_up": start_up,
     "beside_mpi4py": over_mpi,
-    "rendezvous_scale": rendezvous_scale,
-    "failure_detection": detection,
-    "failure_detection.at_a_glance": detection_at_a_glance,
 }
 _MEDIANS = "The table shows medians. The compared programs took turns"
 #: The ranks of most measurements. A table whose setting is this one, and whose machine is that of the table above it on

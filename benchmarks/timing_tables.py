@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 
@@ -49,42 +48,3 @@ def training_speed(results: dict[str, Any]) -> list[str]:
 def _who_trains(row: dict[str, Any]) -> str:
     threads = "1 thread" if row["threads"] == 1 else f"{row['threads']} threads"
     return f"1 process, {threads}" if row["ranks"] == 1 else f"{row['ranks']} ranks, {threads} each"
-
-
-def rendezvous_scale(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with a column for each server and a line for each number of ranks and phase."""
-    found: dict[int, dict[str, dict[str, Any]]] = {}
-    for of_one in results["results"]:
-        found.setdefault(of_one["ranks"], {})[of_one["contender"]] = of_one
-    contenders = list(dict.fromkeys(of_one["contender"] for of_one in results["results"]))
-    lines = [f"| ranks | | {' | '.join(contenders)} |", "| --- | --- |" + " --- |" * len(contenders)]
-    for ranks, by_contender in found.items():
-        for what, cell in SCALE_CELLS.items():
-            cells = [cell(by_contender[c]) if c in by_contender else "" for c in contenders]
-            lines.append(f"| {ranks:,} | {what} | {' | '.join(cells)} |")
-    return lines
-
-
-def _phase(*names: str) -> Callable[[dict[str, Any]], str]:
-    return lambda of_one: _wall_and_cpu([of_one["phases"][name] for name in names])
-
-
-def _wall_and_cpu(times: list[dict[str, Any]]) -> str:
-    """Returns milliseconds of wall time, and in brackets of the server's processor time."""
-    wall, cpu = (sum(of[key]["median"] for of in times) for key in ("wall_seconds", "server_cpu_seconds"))
-    return f"{1e3 * wall:.0f} ms ({1e3 * cpu:.0f} ms)"
-
-
-def _heartbeats(of_one: dict[str, Any]) -> str:
-    beats = of_one["heartbeats"]
-    return f"{100 * beats['share_of_a_core']['median']:.1f} % of a core" if beats else "none"
-
-
-SCALE_CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "join": _phase("join"),
-    "share an id": _phase("put id", "get id"),
-    "barrier": _phase("barrier"),
-    "all three": lambda of_one: _wall_and_cpu([of_one["together"]]),
-    "memory of the server": lambda of_one: f"+ {of_one['memory_growth_bytes'] / 2**20:.1f} MB",
-    "heartbeats": _heartbeats,
-}
