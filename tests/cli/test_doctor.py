@@ -81,16 +81,29 @@ BROKEN_RANK = """
 import builtins, os, sys, time
 original = builtins.__import__
 def imported(name, *arguments, **options):
-    if name.startswith("gradsync.bench") and os.environ.get("RANK") == "1":
+    if name == "gradsync.doctor" and os.environ.get("RANK") == "1":  # as `python -m gradsync.doctor.trial` begins
         {what}
     return original(name, *arguments, **options)
 builtins.__import__ = imported
 """
 
 
+WRONG_SUMS = (
+    "from gradsync.communicators.communicator import Communicator as Whole; right = Whole.all_reduce; "
+    "Whole.all_reduce = lambda self, array: right(self, array).__imul__(0)"
+)
+
+
 @pytest.mark.parametrize(
     ("what", "limit", "word"),
-    [("time.sleep(600)", "6", "no answer within 6 s"), ("sys.exit('no memory left')", "60", "rank 1")],
+    [
+        ("time.sleep(600)", "6", "no answer within 6 s"),
+        ("sys.exit('no memory left')", "60", "rank 1"),
+        ("os.kill(os.getpid(), 11)", "60", "was killed by SIGSEGV"),
+        ("raise OSError('libmpi is missing')", "60", "OSError: libmpi is missing"),
+        (WRONG_SUMS, "60", "4,194,304 of 4,194,304 sums on rank 1 are wrong"),
+    ],
+    ids=["hangs", "exits", "crashes", "raises", "wrong sums"],
 )
 def test_a_trial_whose_ranks_hang_or_die_is_a_line_and_leaves_nothing(doctor, tmp_path, what, limit, word):
     (tmp_path / "sitecustomize.py").write_text(BROKEN_RANK.format(what=what))  # each Python imports it as it starts

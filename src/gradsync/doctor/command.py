@@ -16,13 +16,19 @@ from rich.table import Table
 from rich.text import Text
 
 from gradsync.backends import TABLE
-from gradsync.bench.report import print_table
 from gradsync.doctor.checks import BROKEN, CHECKS, OK, UNUSABLE, WARNING, Check, Finding
 from gradsync.doctor.facts import Facts, call, collect_facts, in_parallel
 from gradsync.environment import BACKEND
 from gradsync.machine import count_gpus
 
-_OPTIONS = ("-b", "16M", "-e", "16M", "--iters", "1")
+# Without these variables Open MPI refuses to run as root (the usual user in a container), and to start more ranks than
+# there are cores.
+_OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
 
 
 def try_backend(backend: str, here: Facts, findings: Sequence[Finding], deadline_seconds: float) -> Finding:
@@ -40,7 +46,7 @@ def try_backend(backend: str, here: Facts, findings: Sequence[Finding], deadline
     reason = why_not(backend, here, findings)
     if reason is not None:
         return Finding(UNUSABLE, reason)
-    return _run(backend, _ranks(backend, here), deadline_seconds)
+    return _run(backend, here, deadline_seconds)
 
 
 def why_not(backend: str, here: Facts, findings: Sequence[Finding]) -> str | None:
@@ -61,34 +67,38 @@ def _ranks(backend: str, here: Facts) -> int:
     return 1 if TABLE[backend].single_rank else 2
 
 
-def _run(backend: str, ranks: int, deadline_seconds: float) -> Finding:
-    """Runs `gradsync bench collectives`, which checks its results, in a subprocess, because a backend may crash."""
-    options = ["--backend", backend, "-n", str(ranks), *_OPTIONS]
+def _run(backend: str, here: Facts, deadline_seconds: float) -> Finding:
+    """Starts the ranks of trial.py, in processes of their own, because a backend may crash."""
+    ranks = _ranks(backend, here)
+    trial = ["-m", "gradsync.doctor.trial", backend]
+    if TABLE[backend].under_mpiexec:
+        words = ["mpiexec", "-n", str(ranks), "python", *trial]
+        command = [str(here.mpiexec), "-n", str(ranks), sys.executable, *trial]
+    else:
+        words = ["gradsync", "run", "-n", str(ranks), "--backend", backend, *trial]
+        command = [sys.executable, "-m", *words]
+    advice = f"see the whole error: {' '.join(words)}"
     try:
-        done = call([sys.executable, "-m", "gradsync", "bench", "collectives", *options], deadline_seconds)
+        done = call(command, deadline_seconds, _OPEN_MPI)
     except OSError as error:
         return Finding(BROKEN, f"{type(error).__name__}: {error}")
     except subprocess.TimeoutExpired:
-        return Finding(BROKEN, f"no answer within {deadline_seconds:.0f} s", _advice(backend))
+        return Finding(BROKEN, f"no answer within {deadline_seconds:.0f} s", advice)
     if done.returncode:
-        return Finding(BROKEN, _cause(done), _advice(backend))
+        return Finding(BROKEN, _cause(done), advice)
     if ranks == 1:
         alone = "" if TABLE[backend].single_rank else "; this machine has one GPU, and each rank needs its own GPU"
         return Finding(OK, f"works with one rank{alone}")
     return Finding(OK, f"works: {ranks} ranks summed arrays of 16 MB")
 
 
-def _advice(backend: str) -> str:
-    return f"see the whole error: gradsync bench collectives --backend {backend} -e 1K"
-
-
 def _cause(done: subprocess.CompletedProcess[str]) -> str:
-    """Returns the error of a failed trial: a rank's last exception, else gradsync's first error, else the last line."""
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
-    of_ranks = [line for line in lines[:-1] if re.match(r"[\w.]*[A-Z]\w+: ", line)]
-    errors = [line for line in lines if line.startswith("gradsync: error: ")]
-    cause = (of_ranks[-1:] or errors or lines[-1:])[0]
-    return cause.removeprefix("gradsync: error: ").replace("gradsync.errors.", "")
+    """Returns the error of a failed trial: a rank's last exception, else what gradsync run says, else the exit code."""
+    lines = [line.strip() for line in done.stderr.splitlines()]
+    of_ranks = [line for line in lines if re.match(r"[\w.]*[A-Z]\w+: ", line)]
+    of_launcher = [line for line in lines if re.match(r"gradsync: (error|rank)", line)]
+    cause = (of_ranks[-1:] or of_launcher or [f"the command ended with exit code {done.returncode}"])[0]
+    return re.sub(r"^gradsync(\.errors\.|: error: |: )", "", cause).rstrip(":")
 
 
 @dataclass(frozen=True)
@@ -163,12 +173,13 @@ def as_dictionary(report: Report) -> dict[str, Any]:
     }
 
 
+_LOG_WIDTH = 120  # the width of the report if standard output is not a terminal
 _STYLES = {OK: "green", WARNING: "yellow", UNUSABLE: "dim", BROKEN: "bold red"}
 
 
 def show(report: Report, *, verbose: bool) -> None:
     """Prints a report. Without `verbose`, this function leaves out the findings that report no problem."""
-    console = Console(highlight=False, soft_wrap=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _LOG_WIDTH)
     lines = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
     lines.add_column(no_wrap=True)
     lines.add_column(no_wrap=True)
@@ -179,7 +190,7 @@ def show(report: Report, *, verbose: bool) -> None:
         if each.advice:
             text.append(f"\n-> {each.advice}", "cyan")
         lines.add_row(Text(each.status.value, _STYLES[each.status]), each.what, text)
-    print_table(lines, console)
+    console.print(lines)
     fine = len(report.findings) - len(shown)
     console.print(f"\n{fine} more {'line is' if fine == 1 else 'lines are'} fine: -v shows them." if fine else "")
     console.print(

@@ -175,8 +175,15 @@ def in_parallel(function: Callable[[str], _Result], names: Sequence[str]) -> lis
             raise
 
 
-def call(command: Sequence[str], deadline_seconds: float) -> subprocess.CompletedProcess[str]:
+def call(
+    command: Sequence[str], deadline_seconds: float, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Runs a command in its own session, without the environment variables of launchers, and waits for its end.
+
+    Args:
+        command: the program and its arguments.
+        deadline_seconds: the time limit.
+        variables: environment variables to add for the command.
 
     Raises:
         OSError: the command cannot be started.
@@ -184,7 +191,7 @@ def call(command: Sequence[str], deadline_seconds: float) -> subprocess.Complete
     """
     with subprocess.Popen(
         command,
-        env=without_launcher(),
+        env=without_launcher() | dict(variables or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
