@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
 import json
 import os
+import platform
+import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradsync.bench import report
-from gradsync.bench.report import Seconds
+import numpy as np
+
+import gradsync
+from gradsync.machine import usable_cores
 from page_tables import LAYOUTS
 
-__all__ = [
-    "RESULTS",
-    "Seconds",
-    "add_output",
-    "output_of",
-    "provenance",
-    "slowest_rank",
-    "write_result",
-]
-
 RESULTS = Path(__file__).parent / "results"
+_QUIET_LOAD = 0.5  # the load per core above which the machine counts as busy
 
 
 def slowest_rank(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
@@ -33,13 +32,78 @@ def slowest_rank(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
     return [max(round_) for round_ in zip(*samples_by_rank, strict=True)]
 
 
+def busy_machine() -> str:
+    """Returns a warning if the load average is above half of the usable cores; else ""."""
+    load = os.getloadavg()[0]
+    if load <= _QUIET_LOAD * usable_cores():
+        return ""
+    return f"this machine is busy (load average {load:.1f}), so the measured times are longer than usual"
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The median and the quartiles of repeated timings, in seconds."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Seconds:
+        """Returns the median and the quartiles of one or more timings in seconds."""
+        if len(samples) == 1:
+            return cls(samples[0], samples[0], samples[0], 1)
+        lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, lower, upper, len(samples))
+
+    @property
+    def spread(self) -> float:
+        """The distance between the quartiles divided by the median."""
+        return (self.upper_quartile - self.lower_quartile) / self.median if self.median else 0.0
+
+    def __str__(self) -> str:
+        return milliseconds(self.median)
+
+
 def provenance(script: str) -> dict[str, Any]:
-    """Returns the command, the date, the machine and the versions of a result.
+    """Returns a description of how a result was measured: command, date, machine and versions.
 
     Args:
         script: the script's path in the repository.
     """
-    return report.provenance(["python", script, *sys.argv[1:]])
+    return {
+        "command": shlex.join(["python", script, *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "cpu": _field("/proc/cpuinfo", "model name"),
+            "usable_cores": len(os.sched_getaffinity(0)),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "kernel": platform.release(),
+            "load_average_before": os.getloadavg()[0],
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "gradsync": gradsync.__version__,
+        },
+    }
+
+
+def _field(path: str, name: str) -> str:
+    """Returns the first value of `name` in a file with lines `name : value`; "unknown" if there is none."""
+    with contextlib.suppress(OSError):
+        for line in Path(path).read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == name:
+                return value.strip()
+    return "unknown"
+
+
+def milliseconds(seconds: float) -> str:
+    """Returns a time in milliseconds as text, such as "1.23 ms" or "1,234 ms"."""
+    value = 1e3 * seconds
+    return f"{value:,.0f} ms" if value >= 999.5 else f"{value:.3g} ms"
 
 
 def output_of(command: Sequence[str], variables: Mapping[str, str], timeout_seconds: float) -> dict[str, Any]:

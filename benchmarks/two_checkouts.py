@@ -35,8 +35,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from gradsync.bench.report import busy_machine
-from measurement import Seconds, provenance, slowest_rank, write_result
+from measurement import Seconds, busy_machine, provenance, slowest_rank, write_result
 from models import gpt2_small, resnet50
 from peers.crew import Crew, CrewFailed, Start
 

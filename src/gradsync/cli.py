@@ -43,7 +43,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if self.get_command(ctx, args[0]) is None and self is main:
+        if self.get_command(ctx, args[0]) is None:
             _refuse_removed("gradsync (command)", args[0])
         return super().resolve_command(ctx, args)
 
@@ -81,147 +81,7 @@ class _Integer(click.IntRange):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="gradsync")
 def main() -> None:
-    """Synchronises gradients between processes: launcher, rendezvous server, measurements."""
-
-
-# The options of both commands of `gradsync bench`.
-_nprocs = click.option(
-    "-n",
-    "--nprocs",
-    type=_Integer(min=1),
-    help="Number of ranks; leave out this option under a launcher.  [default: auto: one per visible GPU, at least 2; "
-    "nccl: one per visible GPU; shm, mpi: 2; local: 1]",
-)
-_backend = click.option(
-    "--backend",
-    type=click.Choice(BACKENDS),
-    default="auto",
-    show_default=True,
-    help="Communication backend. With mpi, this command starts its ranks with mpiexec, unless a launcher has started "
-    "this command.",
-)
-_json = click.option(
-    "--json", "json_path", metavar="FILE", help="Also write the results, the machine and the versions to FILE."
-)
-_plot = click.option(
-    "--plot", "plot_path", metavar="FILE", help="Also draw the results to FILE, as a PNG; needs matplotlib."
-)
-
-
-@main.group(cls=_Commands)
-def bench() -> None:
-    """Times collectives and bucket thresholds."""
-
-
-@bench.command(
-    short_help="Finds the bucket threshold that suits a model.",
-    epilog="""\b
-Examples:
-  gradsync bench thresholds --model resnet50              thresholds from 0.25 to 100 MB
-  gradsync bench thresholds --model shapes.json -n 4      your own gradients: [[name, shape, dtype], ...]
-  mpiexec -n 4 gradsync bench thresholds --model bert     mpiexec starts the ranks; srun and torchrun can do this too
-
-\b
-Thresholds are in MB; 1 MB is 1024**2 bytes.
-""",
-)
-@click.option(
-    "--model", required=True, metavar="MODEL", help="Model: resnet50, gpt2, bert, or a file of shapes (.json)."
-)
-@_nprocs
-@_backend
-@click.option(
-    "--thresholds", metavar="MB,MB,...", help="Thresholds to measure.  [default: 0.25,0.5,1,2,5,10,25,50,100]"
-)
-@click.option(
-    "--steps",
-    type=_Integer(min=1),
-    default=20,
-    show_default=True,
-    help="Number of timed steps of each threshold, unless the time limit ends the measurement.",
-)
-@click.option(
-    "--time-limit",
-    "limit_seconds",
-    type=click.FloatRange(min=0),
-    default=45.0,
-    show_default=True,
-    help="Time limit in seconds. Even after the limit, the command times 3 steps of each threshold (fewer if --steps "
-    "is below 3).",
-)
-@click.option("-v", "--verbose", is_flag=True, help="Also show quartiles.")
-@_json
-@_plot
-def thresholds(**options: Any) -> None:
-    """Measures with which threshold_bytes gradsync synchronises a model's gradients fastest.
-
-    The command starts ranks on this machine, unless a launcher (mpiexec, srun, torchrun) has started it. Each round
-    measures the time of one step with each threshold, on the slowest rank. The table shows the median over the rounds.
-    The lines below the table recommend a threshold, and say if the result is not reliable.
-    """
-    from gradsync.bench.thresholds import bench_thresholds
-
-    bench_thresholds(**options)
-
-
-@bench.command(
-    short_help="Times collectives, and checks their results.",
-    epilog="""\b
-Examples:
-  gradsync bench collectives                                    all_reduce, 1 KB to 16 MB
-  gradsync bench collectives -c all -n 4 -b 64K -e 64M -f 8
-  gradsync bench collectives -c all_reduce,broadcast --plot out.png --json out.json
-  srun -n 16 gradsync bench collectives -e 256M                 ranks that a launcher has started
-
-\b
-The table shows for each size the time of one call, and size / time in GB/s, out of place and in place. The size is the
-number of bytes of the source or of the target, whichever is larger. 1 KB is 1024 bytes and 1 MB is 1024**2 bytes, but
-1 GB/s is 1e9 bytes per second. With -v, the table also shows the bus bandwidth of NVIDIA's nccl-tests, which is GB/s
-times a factor: 2 (n - 1) / n for all_reduce; (n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and
-scatter; 1 for broadcast, reduce and exchange. If a collective runs only out of place, or only in place, the other
-columns show "-". The exit code is 1 if elements of a result differ from NumPy's, except by rounding errors of averages
-and 16-bit floats.
-""",
-)
-@click.option(
-    "-c",
-    "--collectives",
-    default="all_reduce",
-    show_default=True,
-    metavar="NAMES",
-    help="Collectives to time: all, or names separated by commas.",
-)
-@_nprocs
-@_backend
-@click.option("-b", "--begin", default="1K", show_default=True, metavar="SIZE", help="Smallest size.")
-@click.option("-e", "--end", default="16M", show_default=True, metavar="SIZE", help="Largest size.")
-@click.option("-f", "--factor", type=float, default=4.0, show_default=True, help="Factor from one size to the next.")
-@click.option(
-    "--iters",
-    "iterations",
-    type=_Integer(min=1),
-    default=20,
-    show_default=True,
-    help="Number of timed calls in each of 3 blocks of calls.",
-)
-@click.option(
-    "-o", "--op", default="sum", show_default=True, help="Operator of reductions: sum, mean, prod, min or max."
-)
-@click.option(
-    "-d", "--dtype", default="float", show_default=True, help="Dtype: float, double, half, bfloat16, int32, ..."
-)
-@click.option("-v", "--verbose", is_flag=True, help="Also show counts, bus bandwidths and quartiles.")
-@_json
-@_plot
-def collectives(**options: Any) -> None:
-    """Times collectives over a range of sizes, and shows times and bandwidths.
-
-    Before the timed calls, the command checks the results of each collective at each size. The command starts ranks on
-    this machine, unless a launcher (mpiexec, srun, torchrun) has started it.
-    """
-    from gradsync.bench.collectives import bench_collectives
-
-    bench_collectives(**options)
+    """Synchronises gradients between processes: launcher, check of this machine, rendezvous server."""
 
 
 @main.command(

@@ -16,6 +16,7 @@ _UNEVEN = "docs/uneven.md shows the two lines that average over uneven batches"
 _SIZES = "pass the number of rows of each rank; comm.all_gather(np.array([len(array)])) gives this list"
 _REPORT = "the launcher's report shows where each rank is, and print(comm.recorder) the last collectives"
 _COMPARED = "leave it out: the ranks compare every collective before data moves, on every backend"
+_BENCH = "examples/threshold.py finds a threshold; in a clone of gradsync, `pytest benchmarks/` measures all else"
 _TRACE = "gradsync run --trace DIR writes a Chrome trace that https://ui.perfetto.dev opens"
 
 #: Where a user types the word -> the word -> what to write instead.
@@ -32,7 +33,7 @@ REMOVED: dict[str, dict[str, str]] = {
         "no_sync": _ADD_UP,
         "discard": "leave it out: hand over nothing that you do not want to reduce",
         "join": _UNEVEN,
-        "dump_shapes": "write [[name, array.shape, str(array.dtype)], ...] with json.dump",
+        "dump_shapes": "two lines of Python write the shapes: examples/threshold.py shows them",
     },
     "init_process_group": {"debug": _COMPARED},
     "all_gather": {"sizes='ask'": _SIZES},
@@ -45,7 +46,7 @@ REMOVED: dict[str, dict[str, str]] = {
         "dump_flight_recorder": _REPORT,
         "GradientChanged": "leave it out: nothing raises this error",
     },
-    "gradsync (command)": {"trace": _TRACE},
+    "gradsync (command)": {"bench": _BENCH, "trace": _TRACE},
     "gradsync run": {
         "--state-dir": "choose a directory yourself, and pass it to your script",
         "--join-timeout": "init_process_group(timeout_seconds=...) limits the wait for other machines",

@@ -234,6 +234,38 @@ def test_a_traced_step(cli, tmp_path):
     assert (done.code, len(done.err.splitlines())) == (0, 4)
 
 
+def test_thresholds_of_own_gradients_end_with_advice(run, tmp_path):
+    gradients = {"w": np.zeros((300, 3), np.float32), "b": np.zeros((), np.float16), "v": np.zeros(7)}
+    shapes = {name: [str(g.dtype), g.shape] for name, g in gradients.items()}
+    (tmp_path / "shapes.json").write_text(json.dumps(shapes))
+    lines = run(2, "threshold.py", tmp_path / "shapes.json").splitlines()
+    assert [line.split(" MB")[0].strip() for line in lines[:-1]] == ["0.5", "1", "2.5", "5", "10", "25", "50"]
+    assert "ms are noise." in lines[-1]
+
+
+EIGHT_ROUNDS = [0.9, 0.99, 0.99, 1.0, 1.0, 1.01, 1.01, 1.1]  # the quartiles are 0.99 and 1.01
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "words"),
+    [
+        ({1: 100, 10: 102, 50: 102.9}, ("Keep the default", "nothing to choose", "below 3 ms are noise")),
+        ({1: 100, 10: 103.5, 50: 140}, ('Take threshold_bytes="1 MB"', "default of 10 MB is slower")),
+        ({1: 102, 2.5: 100, 10: 120}, ('Take threshold_bytes="1 MB"', "are noise")),  # the smallest of those alike
+        ({2.5: 100, 5: 120, 10: 120}, ('Take threshold_bytes="2.5 MB"', "are noise")),
+        ({1: 100, 10: 102, 50: 140}, ("The default of 10 MB is right", "below 3 ms")),
+        ({1: 120, 10: 100, 50: 140}, ("The default of 10 MB is right", "below 3 ms")),
+    ],
+)
+def test_advice_on_thresholds(milliseconds, words):
+    advice = runpy.run_path(str(EXAMPLES / "threshold.py"))["advice"]
+    sentence = advice({mb: [each * share / 1e3 for share in EIGHT_ROUNDS] for mb, each in milliseconds.items()})
+    assert [word for word in words if word not in sentence] == []
+    noisy = advice({mb: [each * (0.5 + n) / 4e3 for n in range(8)] for mb, each in milliseconds.items()})
+    assert "nothing to choose" in noisy  # the quartiles are further apart than the thresholds
+    assert "more than 7 rounds" in advice({mb: [each] * 7 for mb, each in milliseconds.items()})
+
+
 @pytest.mark.parametrize(
     ("ranks", "name", "line"),
     [
