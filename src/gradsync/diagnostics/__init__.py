@@ -12,7 +12,6 @@ from gradsync.diagnostics.recorder import (
     Running,
     finish,
     names_text,
-    seconds_text,
 )
 from gradsync.diagnostics.stacks import stack_report
 
@@ -23,6 +22,5 @@ __all__ = [
     "Running",
     "finish",
     "names_text",
-    "seconds_text",
     "stack_report",
 ]
