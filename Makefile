@@ -14,7 +14,7 @@ COMMA := ,
 # $(PYTHON) has none they run in .venv. Without make, and with nothing to install:
 #   PYTHONPATH=src python3 benchmarks/gpu_first_light.py OUT
 #   PYTHONPATH=src python3 tests/on_gpu.py OUT
-#   PYTHONPATH=src python3 benchmarks/gpu.py
+#   PYTHONPATH=src python3 -m pytest benchmarks/test_gpu.py -m gpu -W default
 define with_cupy
 if $(PYTHON) -c 'import cupy, msgpack, click, rich, cloudpickle, $(2)' 2>/dev/null; then PYTHONPATH=src $(PYTHON) $(1); \
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
@@ -119,8 +119,9 @@ bench-peers: $(VENV)/.dev  ## install PyTorch and MPI, and compare the times wit
 bench-mpi: $(VENV)/.dev  ## compare the times of gradsync over MPI and mpi4py (1 minute)
 	$(BIN)/python benchmarks/beside_mpi4py.py
 
-bench-gpu:       ## time packing and a training step on a GPU, with your CuPy
-	@$(call with_cupy,benchmarks/gpu.py,ml_dtypes)
+bench-gpu:       ## time packing and a step on a GPU, with your CuPy and pytest-benchmark; JSON into OUT=build/gpu
+	@mkdir -p $(OUT)
+	@$(call with_cupy,-m pytest benchmarks/test_gpu.py -m gpu -W default --benchmark-json=$(OUT)/gpu_benchmarks.json,pytest$(COMMA) pytest_timeout$(COMMA) pytest_benchmark)
 
 clean:           ## remove .venv, caches and builds (2 s)
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

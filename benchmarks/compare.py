@@ -105,6 +105,8 @@ class Teams:
         if self._failed:
             raise RanksFailed(f"the ranks are gone since this failed: {self._failed}")
         if self.launched is not None:
+            if ranks not in (None, self.ranks) or variables:
+                raise Absent("this row starts ranks of its own: run it without a launcher")
             return self.launched
         system = contender if contender in self.commits else systems.SYSTEMS.get(contender, "gradsync")
         count = ranks or self.ranks

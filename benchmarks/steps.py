@@ -33,7 +33,7 @@ def average(contender: str, gradients: models.Gradients, arrays: str, threshold:
     """
     comm = systems.comm()
     if contender == "DDP":
-        return _ddp(gradients, arrays)
+        return ddp(systems.gloo(), gradients, arrays)
     reduce = {"by hand": _by_hand, "mpi4py": _mpi, "copy": _copy}.get(contender)
     kept = [np.full(shape, comm.rank + 1, dtype) for dtype, shape in gradients]
     if reduce is None:
@@ -117,21 +117,31 @@ def _copy(arrays: Arrays) -> None:
         array.copy()
 
 
-def _ddp(gradients: models.Gradients, arrays: str) -> Step:
+def ddp(
+    dist: Any, gradients: models.Gradients, arrays: str, device: Any = "cpu", wait: Callable[[], None] = lambda: None
+) -> Step:
     """DistributedDataParallel's reducer: what it adds to a backward pass, which hands out finished gradients.
 
     Autograd takes over tensors that nobody else holds, without a copy; what remains is its walk over the parameters.
     The same pass in no_sync() is that walk alone.
+
+    Args:
+        dist: torch.distributed with its process group.
+        gradients, arrays: see `average`.
+        device: of the gradients.
+        wait: waits until the device is idle.
     """
-    dist = systems.gloo()
     import torch
 
-    kept = [torch.full(shape, dist.get_rank() + 1.0, dtype=getattr(torch, dtype)) for dtype, shape in gradients]
+    kept = [
+        torch.full(shape, dist.get_rank() + 1.0, dtype=getattr(torch, dtype), device=device)
+        for dtype, shape in gradients
+    ]
 
     class HandOut(torch.autograd.Function):
         @staticmethod
         def forward(_: Any, *_weights: Any) -> Any:
-            return torch.zeros(())
+            return torch.zeros((), device=device)  # so that autograd's thread of this device walks the graph
 
         @staticmethod
         def backward(_: Any, *_gradients: Any) -> Any:
@@ -153,8 +163,10 @@ def _ddp(gradients: models.Gradients, arrays: str) -> Step:
         model.zero_grad(set_to_none=True)
         handed_out = [each.clone() for each in kept] if arrays == "new" else kept
         loss = model()
+        wait()
         began = time.perf_counter()
         loss.backward()
+        wait()
         return time.perf_counter() - began
 
     def step() -> float:
@@ -164,5 +176,5 @@ def _ddp(gradients: models.Gradients, arrays: str) -> Step:
 
     for _ in range(3):
         step()
-        _check([weight.grad for weight in model.module.weights])
+        _check([weight.grad.cpu() for weight in model.module.weights])
     return step

@@ -256,4 +256,6 @@ class Team:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    import teams  # this file is now __main__, and what make() raises is the Absent of `teams`
+
+    teams.main(*sys.argv[1:])
