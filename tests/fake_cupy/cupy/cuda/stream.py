@@ -81,8 +81,8 @@ def get_elapsed_time(start_event: Event, end_event: Event) -> float:
     for event in (start_event, end_event):
         if not event._is_timed or event._ticket is None:
             raise CUDARuntimeError(INVALID_RESOURCE_HANDLE)
-        if event.query():
-            raise CUDARuntimeError(event.query())
+        if (status := event.query()) != 0:
+            raise CUDARuntimeError(status)
     return (end_event._seconds - start_event._seconds) * 1e3
 
 
