@@ -21,8 +21,7 @@ else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
 .PHONY: help demo test test-mpi test-cupy test-slow test-simulation lint docs test-pythons test-gpu \
-	first-light bench-training bench-peers \
-	bench-mpi bench-gpu clean
+	first-light bench figures bench-gpu clean
 help:            ## list the targets, and how long each takes on two cores
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
@@ -106,18 +105,13 @@ test-gpu:        ## run the tests that need a GPU, with your CuPy (4 minutes); J
 first-light:     ## the first minutes on a GPU, with your CuPy: does NCCL work there? JSON into OUT=build/gpu
 	@$(call with_cupy,benchmarks/gpu_first_light.py $(OUT),ml_dtypes)
 
-# The benchmarks write JSON under benchmarks/results; `python benchmarks/readme.py` puts it into the pages.
-bench-training: $(VENV)/.dev  ## time training with and without ranks on the same cores (2 minutes)
-	$(BIN)/python benchmarks/training_speed.py
+bench: $(VENV)/.dev  ## time everything beside PyTorch and mpi4py, if they are installed (10 minutes)
+	$(BIN)/python -m pytest benchmarks/
 
-bench-peers: $(VENV)/.dev  ## install PyTorch and MPI, and compare the times with gradsync (half an hour)
-	$(BIN)/python benchmarks/beside_peers.py --install
-	$(BIN)/python benchmarks/beside_peers.py all_reduce
-	$(BIN)/python benchmarks/beside_peers.py buckets
-	$(BIN)/python benchmarks/beside_peers.py collectives
-
-bench-mpi: $(VENV)/.dev  ## compare the times of gradsync over MPI and mpi4py (1 minute)
-	$(BIN)/python benchmarks/beside_mpi4py.py
+figures: $(VENV)/.dev  ## the same, into benchmarks/results, the tables of the pages and the picture; on a quiet machine
+	$(BIN)/python -m pip install --quiet torch --index-url https://download.pytorch.org/whl/cpu
+	$(BIN)/python -m pytest benchmarks/ --benchmark-json=benchmarks/results/cpu.json
+	$(BIN)/python benchmarks/tables.py
 
 bench-gpu:       ## time packing and a step on a GPU, with your CuPy and pytest-benchmark; JSON into OUT=build/gpu
 	@mkdir -p $(OUT)

@@ -180,7 +180,7 @@ class Compare:
         self.disabled: bool = benchmark.disabled
         self.commits = teams.commits
         self._contender, self._contenders = contender, all_contenders
-        self._benchmark, self._teams, self._rows = benchmark, teams, rows
+        self._benchmark, self._teams, self._rows = benchmark, teams, {} if benchmark.disabled else rows
         self._where: tuple[int | None, Mapping[str, str]] = None, {}
         self._row: Row = Row("")
 
@@ -242,7 +242,7 @@ class Compare:
         taking_part = self._contenders
         if self.disabled:
             taking_part, rounds, warm_up, calls = [self._contender], 1, 0, 1
-        if self.disabled or name not in self._rows:
+        if name not in self._rows:
             self._rows[name] = row = Row(name, closing=closing)
             try:
                 self._take_turns(row, taking_part, make, arguments, rounds, warm_up, calls, **here)

