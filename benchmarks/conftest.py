@@ -61,9 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
         models.read(config.option.shapes)  # so that a wrong file is told at once
     if gs.is_launched() and not config.option.collectonly:
         teams.launched, teams.ranks = Launched(systems.comm()), systems.comm().world_size
-    if not config.option.verbose:  # pytest-benchmark's table: what a comparison needs
-        config.option.benchmark_columns = ["median", "iqr", "min", "rounds"]
-        config.option.benchmark_sort = "fullname"
+    if not any(each.startswith("--benchmark-columns") for each in config.invocation_params.args):
+        config.option.benchmark_columns = ["median", "iqr", "min", "rounds"]  # what a comparison needs
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

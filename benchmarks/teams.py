@@ -189,6 +189,8 @@ class Team:
             )
             try:
                 self._meet(listener, ranks)
+            except RanksFailed as error:
+                raise RanksFailed(f"{error}\n{self.close()}") from None
             except BaseException:
                 self.close()
                 raise
@@ -205,7 +207,7 @@ class Team:
                 rank, self.backend = connection.recv()
                 by_rank[rank] = connection
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RanksFailed(f"{len(by_rank)} of {ranks} ranks have started\n{self._last_words()}")
+                raise RanksFailed(f"{len(by_rank)} of {ranks} ranks have started")
         self._connections = [by_rank[rank] for rank in range(ranks)]
 
     def ask(self, *request: Any) -> list[Any]:
@@ -232,11 +234,10 @@ class Team:
                         raise RanksFailed(f"rank {rank}: {answers[rank][1]}")
             return results_of([answers[rank] for rank in range(len(answers))])
         except (RanksFailed, EOFError, OSError) as error:
-            self.close()
-            raise RanksFailed(f"{error}\n{self._last_words()}") from None
+            raise RanksFailed(f"{error}\n{self.close()}") from None
 
-    def close(self) -> None:
-        """Ends the ranks: they end by themselves when their connection does, unless something hangs."""
+    def close(self) -> str:
+        """Ends the ranks, and returns their last lines. They end with their connections, unless something hangs."""
         for connection in self._connections:
             connection.close()
         self._connections = []
@@ -249,10 +250,9 @@ class Team:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        last_lines = self._log.read_text(errors="replace").splitlines()[-30:] if self._log.exists() else []
         self._folder.cleanup()
-
-    def _last_words(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-30:]) if self._log.exists() else ""
+        return "\n".join(last_lines)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,25 @@ def test_right(compare):
     assert "1 failed, 1 passed" in done.out
 
 
+def test_a_rank_that_dies_shows_its_last_lines(pytest_of, tmp_path):
+    (tmp_path / "test_dying.py").write_text(
+        """
+import os
+
+def step(contender):
+    print("dies of this", flush=True)
+    os._exit(3)
+
+def test_dying(compare):
+    compare("dying", step)
+"""
+    )
+    (tmp_path / "conftest.py").write_text(f"exec(open({str(of('conftest.py'))!r}).read())")
+    done = pytest_of("-c", ROOT / "pyproject.toml", tmp_path / "test_dying.py")
+    assert done.code == 1, done.out + done.err
+    assert "failed with exit code 3" in done.out
+
+
 def test_the_pages_show_the_figures_of_the_results(cli):
     done = cli.program(sys.executable, of("tables.py"), "--check")
     assert done.code == 0, done.out + done.err
