@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,47 +20,48 @@ import systems
 from teams import Step
 
 Arrays = list[np.ndarray]
+# What the last step averaged, whichever contender's it was: as in a loop, the old arrays are there while new ones are made.
+LAST: Arrays = []
 
 
-def average(contender: str, gradients: models.Gradients, arrays: str, threshold: str | None = None) -> Step:
+def average(contender: str, gradients: models.Gradients, arrays: str, **options: Any) -> Step:
     """Returns a step of a contender, whose results have been checked. It returns its seconds.
 
     Args:
-        contender: "gradsync"; "by hand": all in one array, one all_reduce, split again; "DDP"; "mpi4py": one Allreduce
-            and one division for each; "copy": no ranks, each copies its gradients; or anything: gradsync's.
+        contender: "by hand": all in one array, one all_reduce, split again; "DDP"; "mpi4py": one Allreduce and one
+            division for each; "copy": no ranks, each copies its gradients; or anything else: gradsync.
         gradients: dtypes and shapes.
         arrays: "new", "kept" or "views".
-        threshold: gradsync's threshold_bytes.
+        options: for gradsync's callback.
     """
     comm = systems.comm()
     if contender == "DDP":
         return ddp(systems.gloo(), gradients, arrays)
-    reduce = {"by hand": _by_hand, "mpi4py": _mpi, "copy": _copy}.get(contender)
-    kept = [np.full(shape, comm.rank + 1, dtype) for dtype, shape in gradients]
-    if reduce is None:
-        options: dict[str, Any] = {} if threshold is None else {"threshold_bytes": threshold}
+    kept = [] if arrays == "new" else _filled(gradients)
+    if contender in OTHERS:
+        reduce = OTHERS[contender]
+    else:
         if arrays == "views":
-            options |= {"parameters": {str(i): (s, d) for i, (d, s) in enumerate(gradients)}}
-            options |= {"gradient_as_bucket_view": True}
-        sync = gs.AllreduceCallback("mean", comm, name=f"{arrays} {threshold}", **options)
+            parameters = {str(number): (shape, dtype) for number, (dtype, shape) in enumerate(gradients)}
+            options |= {"parameters": parameters, "gradient_as_bucket_view": True}
+        sync = gs.AllreduceCallback("mean", comm, **options)
+        reduce = partial(_hand_over, sync)
         if arrays == "views":
-            views = sync.gradient_buffers()
-            for name, view in views.items():
-                view[...] = kept[int(name)]
-            kept = [views[str(number)] for number in range(len(gradients))]
-        reduce = _with(sync)
-    last: Arrays = []
+            buffers = sync.gradient_buffers()
+            kept = [buffers[name] for name in parameters]
+            for array in kept:
+                array.fill(comm.rank + 1)
 
     def step() -> float:
-        last[:] = [array.copy() for array in kept] if arrays == "new" else kept
+        LAST[:] = kept or _filled(gradients)
         began = time.perf_counter()
-        reduce(last)
+        reduce(LAST)
         return time.perf_counter() - began
 
     if contender != "copy":
         for _ in range(3):  # the second and the third may take other paths
             step()
-            _check(last)
+            _check(LAST)
     return step
 
 
@@ -80,20 +82,24 @@ def python_calls(contender: str, gradients: models.Gradients, arrays: str) -> fl
     return count / len(gradients)
 
 
+def _filled(gradients: models.Gradients) -> Arrays:
+    arrays = [np.empty(shape, dtype) for dtype, shape in gradients]
+    for array in arrays:
+        array.fill(systems.comm().rank + 1)
+    return arrays
+
+
 def _check(arrays: Sequence[Any]) -> None:
     expected = (systems.comm().world_size + 1) / 2
     for array in arrays:
         np.testing.assert_allclose(np.asarray(array, np.float64), expected, rtol=1e-2 if array.itemsize < 4 else 1e-6)
 
 
-def _with(sync: gs.AllreduceCallback) -> Callable[[Arrays], None]:
-    def reduce(arrays: Arrays) -> None:
-        with sync.backward():
-            futures = [sync(str(number), array) for number, array in enumerate(arrays)]
-        for future in futures:
-            future.result()
-
-    return reduce
+def _hand_over(sync: gs.AllreduceCallback, arrays: Arrays) -> None:
+    with sync.backward():
+        futures = [sync(str(number), array) for number, array in enumerate(arrays)]
+    for future in futures:
+        future.result()
 
 
 def _by_hand(arrays: Arrays) -> None:
@@ -115,6 +121,9 @@ def _mpi(arrays: Arrays) -> None:
 def _copy(arrays: Arrays) -> None:
     for array in arrays:
         array.copy()
+
+
+OTHERS = {"by hand": _by_hand, "mpi4py": _mpi, "copy": _copy}
 
 
 def ddp(

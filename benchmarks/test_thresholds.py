@@ -14,7 +14,7 @@ THRESHOLDS = ("0.5 MB", "1 MB", "2.5 MB", "5 MB", "10 MB", "25 MB", "50 MB")
 
 
 def step(threshold: str, gradients: models.Gradients) -> steps.Step:
-    return steps.average(threshold, gradients, "new", threshold)
+    return steps.average(threshold, gradients, "new", threshold_bytes=threshold)
 
 
 @contenders(*THRESHOLDS)
