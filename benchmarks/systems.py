@@ -1,17 +1,29 @@
-"""The systems that take part: how their ranks are started, and what a step needs of them."""
+"""The systems that take part: how they are started, and what a step needs of them."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import os
+import secrets
 import shutil
+import signal
+import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import gradsync as gs
-from teams import Absent
+
+Step = Callable[[], Any]  # what is timed; one that returns a float has timed itself: only these seconds count
+
+
+class Absent(Exception):
+    """A contender cannot take part here; the text says what to do about it."""
+
 
 NO_TORCH = "PyTorch is not installed: pip install torch --index-url https://download.pytorch.org/whl/cpu"
 NO_MPI = "mpi4py or its MPI is not installed: pip install mpi4py mpich"
@@ -33,6 +45,36 @@ def launcher_of(system: str, ranks: int) -> list[str]:
     if system == "torch" and importlib.util.find_spec("torch") is None:
         raise Absent(NO_TORCH)
     return [sys.executable, "-m", "gradsync", "run", "--no-prefix", "-n", str(ranks)]
+
+
+@contextmanager
+def started(command: Sequence[str], *, deadline_seconds: float = 60, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Yields the process of a command, which is killed at the end or the deadline, with all processes of its group."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, **options)
+
+    def kill() -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(deadline_seconds, kill)
+    timer.start()
+    with process:
+        try:
+            yield process
+        finally:
+            timer.cancel()
+            kill()
+
+
+@contextmanager
+def rendezvous_server(world_size: int) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """Yields the process of `gradsync serve`, its address, and the run's secret as hex digits."""
+    secret = secrets.token_hex(32)
+    command = [sys.executable, "-m", "gradsync", "serve", "--world-size", str(world_size), "--secret-file", "-"]
+    with started(command, stdin=subprocess.PIPE) as server:
+        server.stdin.write(f"{secret}\n")
+        server.stdin.flush()
+        yield server, server.stdout.readline().strip(), secret
 
 
 # -- On a rank --------------------------------------------------------------------------------------------------------

@@ -19,13 +19,6 @@ PICTURE = ROOT / "docs" / "pictures" / "speed.svg"
 Medians = Mapping[str, Mapping[str, float]]  # seconds, by row and contender
 
 
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(": ")[2]
-    return "unknown CPU"
-
-
 def time_text(seconds: float) -> str:
     """Returns a time with three digits: "8.84 us", "32.6 ms", "1.23 s"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,18 +28,14 @@ from typing import Any
 import cloudpickle
 
 import gradsync as gs
+import systems
+from systems import Absent, Step
 
 START_SECONDS = 120.0
 ANSWER_SECONDS = 600.0
 END_SECONDS = 20.0
-BENCHMARKS = Path(__file__).resolve().parent
-
-Step = Callable[[], float | None]
+ROOT = Path(__file__).resolve().parents[1]
 Make = Callable[..., Step]  # make(contender, *arguments)
-
-
-class Absent(Exception):
-    """A contender cannot take part here; the text says what to do about it."""
 
 
 class RanksFailed(Exception):
@@ -49,7 +46,9 @@ class RanksFailed(Exception):
 
 
 class Rank:
-    """The steps of a rank. `comm` is None in the pytest process of steps that need no ranks."""
+    """The steps of a rank. Without `comm` it is the process of pytest, for steps that need no ranks."""
+
+    backend = "none"
 
     def __init__(self, comm: gs.Communicator | None = None) -> None:
         self._comm = comm
@@ -59,14 +58,15 @@ class Rank:
         self._steps[contender] = make(contender, *arguments)
 
     def time(self, contender: str, calls: int) -> float:
-        """Returns the seconds of a call. A step that returns seconds has timed itself: only these count."""
+        """Returns the seconds of a call. A step that returns a float has timed itself, and is called once."""
         step = self._steps[contender]
         if self._comm is not None:
             self._comm.barrier()
         began = time.perf_counter()
-        own = [step() for _ in range(calls)]
+        for _ in range(calls):
+            result = step()
         seconds = time.perf_counter() - began
-        return (seconds if own[0] is None else sum(own)) / calls  # type: ignore[arg-type]
+        return result if isinstance(result, float) else seconds / calls
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
@@ -75,10 +75,13 @@ class Rank:
         self._steps.clear()
         gc.collect()
 
+    def ask(self, what: str, *arguments: Any) -> list[Any]:
+        """Does what Team.ask says, and returns the one result."""
+        return [getattr(self, what)(*arguments)]
+
     def answer(self, request: bytes) -> tuple[str, Any]:
-        what, *arguments = pickle.loads(request)
         try:
-            return "done", getattr(self, what)(*arguments)
+            return "done", self.ask(*pickle.loads(request))[0]
         except Absent as absent:
             return "absent", str(absent)
         except Exception:
@@ -94,8 +97,6 @@ def follow(comm: gs.Communicator) -> None:
 
 def main(address: str, source: str) -> None:
     """Runs on each rank that pytest has started."""
-    import systems
-
     if not str(gs.__file__).startswith(source):
         raise ImportError(f"the ranks were to import gradsync from {source}, and import {gs.__file__}")
     with systems.comm() as comm, socket.socket(socket.AF_UNIX) as stream:
@@ -123,18 +124,6 @@ def results_of(answers: Sequence[tuple[str, Any]]) -> list[Any]:
         if kind == "absent":
             raise Absent(value)
     return [value for _, value in answers]
-
-
-class Here:
-    """Steps that run in the process of pytest, without ranks."""
-
-    backend = ""
-
-    def __init__(self) -> None:
-        self._rank = Rank()
-
-    def ask(self, what: str, *arguments: Any) -> list[Any]:
-        return [getattr(self._rank, what)(*arguments)]
 
 
 class Launched:
@@ -169,7 +158,7 @@ class Team:
     def __init__(self, launcher: Sequence[str], ranks: int, source: Path, variables: Mapping[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         address = f"{self._folder.name}/pytest"
-        paths = [str(source), str(BENCHMARKS), str(BENCHMARKS.parent / "examples"), os.environ.get("PYTHONPATH", "")]
+        paths = [str(source), str(ROOT / "benchmarks"), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment = os.environ | one_thread | variables | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         self._log = Path(self._folder.name, "log")
@@ -179,13 +168,12 @@ class Team:
             listener.listen(ranks)
             listener.settimeout(0.2)
             self._process = subprocess.Popen(
-                [*launcher, str(BENCHMARKS / "teams.py"), address, str(source)],
+                [*launcher, __file__, address, str(source)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # Ctrl-C is for pytest, which ends the ranks.
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C is for pytest, which ends the ranks
             )
             try:
                 self._meet(listener, ranks)
@@ -217,24 +205,29 @@ class Team:
             Absent: the contender cannot take part.
             RanksFailed: a rank failed, or did not answer in time.
         """
-        answers: dict[int, tuple[str, Any]] = {}
+        answers: list[tuple[str, Any]] = [("", None)] * len(self._connections)
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + ANSWER_SECONDS
         try:
             data = cloudpickle.dumps(request)
-            for connection in self._connections:
+            for connection in waiting:
                 connection.send_bytes(data)
-            while len(answers) < len(self._connections):
-                left = [each for rank, each in enumerate(self._connections) if rank not in answers]
-                ready = wait(left, max(deadline - time.monotonic(), 0.0))
+            while waiting:
+                ready = wait(list(waiting), max(deadline - time.monotonic(), 0.0))
                 if not ready:
                     raise RanksFailed(f"no answer within {ANSWER_SECONDS:.0f} s to {request[0]}")
-                for rank in [self._connections.index(each) for each in ready]:  # type: ignore[arg-type]
-                    answers[rank] = self._connections[rank].recv()
-                    if answers[rank][0] == "failed":  # the others may wait for it for ever
-                        raise RanksFailed(f"rank {rank}: {answers[rank][1]}")
-            return results_of([answers[rank] for rank in range(len(answers))])
+                for connection in ready:
+                    rank = waiting.pop(connection)
+                    kind, value = answers[rank] = connection.recv()
+                    if kind == "failed":  # the others may wait for this rank for ever
+                        raise RanksFailed(f"rank {rank}: {value}")
+            return results_of(answers)
         except (RanksFailed, EOFError, OSError) as error:
             raise RanksFailed(f"{error}\n{self.close()}") from None
+
+    @property
+    def ended(self) -> bool:
+        return not self._connections
 
     def close(self) -> str:
         """Ends the ranks, and returns their last lines. They end with their connections, unless something hangs."""
@@ -255,7 +248,75 @@ class Team:
         return "\n".join(last_lines)
 
 
-if __name__ == "__main__":
-    import teams  # this file is now __main__, and what make() raises is the Absent of `teams`
+AnyTeam = Rank | Launched | Team
 
-    teams.main(*sys.argv[1:])
+
+class Teams:
+    """All teams of a session, started when they are first needed.
+
+    Args:
+        ranks: of a team, if a row does not say.
+        commits: of --against: a contender each, with the name of the commit.
+        starts: how often the ranks of a row are started anew. The place of its memory makes a process faster than
+            another for its whole life, by several per cent, and by a fifth where arrays are new in each step.
+        launched: the ranks of the job, if a launcher has started pytest.
+    """
+
+    def __init__(self, ranks: int, commits: Sequence[str], starts: int, launched: Launched | None) -> None:
+        self.ranks, self.commits, self.starts = ranks, commits, starts
+        self._launched, self._here = launched, Rank()
+        self._teams: dict[Any, Team] = {}
+        self._failed: str | None = None
+        # The paths to gradsync have the same length: they shift the memory of a process.
+        self._folder = tempfile.TemporaryDirectory(prefix="against-")
+        self._sources = {commit: Path(self._folder.name, commit) for commit in commits}
+        for commit, folder in self._sources.items():
+            archive = f"{folder}.tar"
+            subprocess.run(["git", "-C", str(ROOT), "archive", "--output", archive, commit, "src"], check=True)
+            shutil.unpack_archive(archive, folder, filter="data")
+        self._checkout = Path(self._folder.name, "checkout") if commits else ROOT
+        if commits:
+            shutil.copytree(ROOT / "src", self._checkout / "src")
+
+    def of(self, contender: str, ranks: int | None, variables: Mapping[str, str]) -> AnyTeam:
+        """Returns the team of a contender; without ranks, the process of pytest.
+
+        Raises:
+            Absent: what it needs is not installed.
+        """
+        if ranks == 0:
+            return self._here
+        if self._failed:
+            raise RanksFailed(f"the ranks are gone since this failed: {self._failed}")
+        if self._launched is not None:
+            if ranks not in (None, self.ranks) or variables:
+                raise Absent("this row starts ranks of its own: run it without a launcher")
+            return self._launched
+        system, count = systems.SYSTEMS.get(contender, "gradsync"), ranks or self.ranks
+        source = self._sources.get(contender, self._checkout) / "src"
+        key = system, source, count, tuple(variables.items())
+        if key not in self._teams or self._teams[key].ended:
+            self._teams[key] = Team(systems.launcher_of(system, count), count, source, variables)
+        return self._teams[key]
+
+    def end(self) -> None:
+        """Ends the teams that pytest has started; who is needed again is started again."""
+        for team in self._teams.values():
+            team.close()
+        self._teams.clear()
+
+    def failed(self, row: str) -> None:
+        """Ends all teams after a failure; ranks that pytest has not started cannot be started again."""
+        if self._launched is not None:
+            self._failed = self._failed or row
+        self.end()
+
+    def close(self) -> None:
+        self.end()
+        if self._launched is not None and not self._failed:
+            self._launched.close()
+        self._folder.cleanup()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

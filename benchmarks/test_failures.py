@@ -19,8 +19,7 @@ import pytest
 
 import gradsync as gs
 from compare import Compare, contenders
-from processes import rendezvous_server, started
-from teams import Absent, Step
+from systems import Absent, Step, rendezvous_server, started
 
 SCRIPT = """
 import os, signal, sys, time, numpy as np, gradsync as gs
@@ -85,5 +84,6 @@ def test_failure(compare: Compare, tmp_path: Path, failure: str) -> None:
     script = tmp_path / "loop.py"
     script.write_text(SCRIPT)
     all_ended: list[float] = []
-    compare.here(f"a rank {failure}", failing, failure, script, all_ended, rounds=FAILURES[failure][2])
+    rounds = FAILURES[failure][2]
+    compare(f"a rank {failure}", failing, failure, script, all_ended, ranks=0, rounds=rounds, warm_up=1)
     compare.note(all_ended_seconds=statistics.median(all_ended))

@@ -1,4 +1,4 @@
-"""On a GPU: copies, packing and splitting, a step of one rank beside DDP, and a step of two ranks that share the GPU.
+"""On a GPU: packing beside plain copies, a step of one rank beside DDP, and a step of two ranks that share the GPU.
 
 make bench-gpu  # with the Python that has your CuPy; takes about 10 GB of the GPU's memory
 """
@@ -18,10 +18,9 @@ import steps
 import systems
 from compare import contenders
 from models import gradients_of, name_of
-from teams import Absent
+from systems import Absent
 
 pytestmark = pytest.mark.gpu
-COPIES = {"256 MB": 2**28, "1 GB": 2**30}
 BUCKETS = {"one bucket": 2**40, "10 MB buckets": 10 * 2**20}
 FILLER_BYTES = 2**29  # several times any cache
 MAX_FILLERS = 256
@@ -32,46 +31,38 @@ FIRST_GPU = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
 SHARING = ALONE | {"GRADSYNC_ALLOW_SHARED_GPU": "1", "CUDA_VISIBLE_DEVICES": FIRST_GPU}
 
 
-@pytest.mark.parametrize("size", COPIES)
-@contenders("memcpy")
-def test_copy(compare, benchmark, size) -> None:
-    time_moves(compare, benchmark, f"copy {size}", "copy", [[10_000 if compare.disabled else COPIES[size]]])
-
-
 @pytest.mark.parametrize("layout", BUCKETS)
 @pytest.mark.parametrize("what", ["pack", "split"])
 @contenders("gradsync", "memcpy")
 def test_packing(compare, benchmark, what, model, layout) -> None:
     gradients = TINY if compare.disabled else gradients_of(model)
     sizes = [np.dtype(dtype).itemsize * prod(shape) for dtype, shape in gradients]
-    time_moves(compare, benchmark, f"{what} {name_of(model)}, {layout}", what, in_buckets(sizes, BUCKETS[layout]))
+    buckets = in_buckets(sizes, BUCKETS[layout])
+    filler_bytes = 0 if compare.disabled else FILLER_BYTES
+    row = f"{what} {name_of(model)}, {layout}"
+    team = compare(row, move, what, buckets, filler_bytes, rounds=31, ranks=1, environment=ALONE)
+    compare.note(**team.ask("run", where)[0])
+    if not compare.disabled:
+        moved_bytes = 2 * sum(map(sum, buckets))  # read, and written
+        compare.note(gigabytes_per_second=moved_bytes / 1e9 / benchmark.stats["median"])
 
 
 @pytest.mark.parametrize("arrays", ["new", "kept"])
 @contenders("gradsync", "DDP")
-def test_step_of_one_rank(compare, benchmark, model, arrays) -> None:
+def test_step_of_one_rank(compare, model, arrays) -> None:
     gradients = TINY if compare.disabled else gradients_of(model)
     row = f"step of one rank, {arrays} arrays: {name_of(model)}"
-    compare(row, step, gradients, arrays, rounds=31, ranks=1, environment=ALONE)
-    benchmark.extra_info |= compare.run(where)[0]
+    team = compare(row, step, gradients, arrays, rounds=31, ranks=1, environment=ALONE)
+    compare.note(**team.ask("run", where)[0])
 
 
 @contenders("gradsync")
-def test_step_of_two_ranks_on_one_gpu(compare, benchmark, model) -> None:
+def test_step_of_two_ranks_on_one_gpu(compare, model) -> None:
     """Their kernels take turns on the GPU: this shows that a step is right, and not how fast two GPUs are."""
     gradients = TINY if compare.disabled else gradients_of(model)
     row = f"step of two ranks on one GPU (right, not fast): {name_of(model)}"
-    compare(row, step, gradients, "kept", rounds=7, ranks=2, environment=SHARING)
-    benchmark.extra_info |= compare.run(where)[0]
-
-
-def time_moves(compare, benchmark, row, what, buckets) -> None:
-    filler_bytes = 0 if compare.disabled else FILLER_BYTES
-    compare(row, move, what, buckets, filler_bytes, rounds=31, ranks=1, environment=ALONE)
-    benchmark.extra_info |= compare.run(where)[0]
-    if not compare.disabled:
-        moved_bytes = 2 * sum(map(sum, buckets))  # read, and written
-        compare.note(gigabytes_per_second=moved_bytes / 1e9 / benchmark.stats["median"])
+    team = compare(row, step, gradients, "kept", rounds=7, ranks=2, environment=SHARING)
+    compare.note(**team.ask("run", where)[0])
 
 
 # -- In the rank: gradsync over NCCL. All private names are here: no public call packs without a collective, and a rank

@@ -20,10 +20,10 @@ def rounds_of(model: str) -> int:
 def test_step(compare: Compare, contender: str, arrays: str, model: str) -> None:
     gradients = models.gradients_of(model, few=compare.disabled)
     name = f"{KINDS[arrays]}: {models.name_of(model)}"
-    compare(name, steps.average, gradients, arrays, rounds=rounds_of(model), warm_up=2)
+    team = compare(name, steps.average, gradients, arrays, rounds=rounds_of(model), warm_up=2)
     if contender in ("gradsync", *compare.commits) and model == "10,000 small":
-        calls = compare.run(steps.python_calls, contender, gradients, arrays)
-        compare.note(python_calls_a_gradient=calls[0])
+        calls, *_ = team.ask("run", steps.python_calls, contender, gradients, arrays)
+        compare.note(python_calls_a_gradient=calls)
 
 
 @contenders("gradsync", "DDP")

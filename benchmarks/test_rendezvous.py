@@ -2,7 +2,6 @@
 
 The server is `gradsync serve`, a process of its own. Its ranks are simulated: one loop in this process speaks for all,
 because a thousand real ones do not fit on a machine. So a time has the work of all ranks in it, on one core.
-`server_cpu_seconds` is the processor time of the server alone.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import gc
 import os
 import selectors
 import socket
-import statistics
 import time
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -27,10 +24,8 @@ from gradsync.rendezvous.frames import FrameType
 from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake
 from gradsync.rendezvous.sockets import raise_limit
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameReader
-from processes import rendezvous_server
-from teams import Absent, Step
+from systems import Absent, Step, rendezvous_server
 
-RANKS, FEW_RANKS = 1024, 64
 UNIQUE_ID = bytes(range(128))  # as long as NCCL's
 PATIENCE_SECONDS = 60
 
@@ -74,18 +69,18 @@ class SimulatedRank:
                 self.answer = message.fields
 
 
-class Crowd:
-    """All ranks of a run. A phase of it has ended when the server has answered the last one."""
+class Meeting:
+    """All ranks of a run. A phase has ended when the server has answered the last one."""
 
     def __init__(self, size: int, address: str, secret: str) -> None:
         host, port = address.split(":")
-        self._size, self._address, self._secret = size, (host, int(port)), bytes.fromhex(secret)
+        self._join = size, (host, int(port)), bytes.fromhex(secret)
         self._ranks: list[SimulatedRank] = []
         self._selector = selectors.DefaultSelector()
 
     def join(self) -> None:
-        for number in range(self._size):
-            rank = SimulatedRank(number, self._size, self._address, self._secret)
+        for number in range(self._join[0]):
+            rank = SimulatedRank(number, *self._join)
             self._ranks.append(rank)
             self._selector.register(rank.stream, selectors.EVENT_READ, rank)
         self._serve(self._ranks)
@@ -121,46 +116,30 @@ class Crowd:
                     waiting.discard(key.data)
 
 
-PHASES = {"join": Crowd.join, "id": Crowd.share_id, "barrier": Crowd.barrier}
-TOGETHER = "all together"
-
-
-def cpu_seconds(pid: int) -> float:
-    """The processor time of a process, to the nanosecond."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
-
-
-def meeting(_: str, size: int, phase: str, server_cpu_seconds: list[float]) -> Step:
+def meeting(_: str, size: int, phase: str) -> Step:
     """A step is a whole meeting, of which one phase counts."""
     if raise_limit(size) is not None:
         raise Absent(f"{size} open files: ulimit -Hn {size + 256}")
 
     def step() -> float:
-        found = {}
-        with rendezvous_server(size) as (server, address, secret), closing(Crowd(size, address, secret)) as crowd:
+        seconds = {}
+        with rendezvous_server(size) as (server, address, secret), closing(Meeting(size, address, secret)) as ranks:
             gc.disable()  # a real rank is a process; here a collection would stop a thousand of them
             try:
-                for name, play in PHASES.items():
-                    cpu, began = cpu_seconds(server.pid), time.perf_counter()
-                    play(crowd)
-                    wall = time.perf_counter() - began
-                    time.sleep(0.05)  # for what the server still does after its last answer
-                    found[name] = wall, cpu_seconds(server.pid) - cpu
+                for name, play in {"join": ranks.join, "id": ranks.share_id, "barrier": ranks.barrier}.items():
+                    began = time.perf_counter()
+                    play()
+                    seconds[name] = time.perf_counter() - began
             finally:
                 gc.enable()
                 server.kill()  # before its ranks go, which it would mourn one by one
-        found[TOGETHER] = tuple(map(sum, zip(*found.values(), strict=True)))
-        server_cpu_seconds.append(found[phase][1])
-        return found[phase][0]
+        return sum(seconds.values()) if phase == "all together" else seconds[phase]
 
     return step
 
 
-@pytest.mark.parametrize("phase", [*PHASES, TOGETHER])
+@pytest.mark.parametrize("phase", ["join", "id", "barrier", "all together"])
 @contenders("gradsync serve")
 def test_meeting(compare: Compare, phase: str) -> None:
-    size = FEW_RANKS if compare.disabled else RANKS
-    server_cpu_seconds: list[float] = []
-    compare.here(f"{size:,} ranks meet: {phase}", meeting, size, phase, server_cpu_seconds, rounds=5)
-    compare.note(server_cpu_seconds=statistics.median(server_cpu_seconds))
+    size = 64 if compare.disabled else 1024
+    compare(f"{size:,} ranks meet: {phase}", meeting, size, phase, ranks=0, rounds=5, warm_up=1)

@@ -15,8 +15,7 @@ import pytest
 
 import systems
 from compare import Compare, contenders
-from processes import started
-from teams import Step
+from systems import Step, started
 
 PROGRAMS = {
     "gradsync run": """
@@ -78,4 +77,4 @@ def start(contender: str, ranks: int, folder: Path) -> Step:
 def test_start_up(compare: Compare, ranks: int, tmp_path: Path) -> None:
     if compare.disabled and ranks > 2:
         pytest.skip("takes long, and shows no more than 2 ranks do")
-    compare.here(f"start {ranks} ranks", start, ranks, tmp_path, rounds=10)
+    compare(f"start {ranks} ranks", start, ranks, tmp_path, ranks=0, rounds=10, warm_up=1)

@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from compare import Compare, contenders
 from gradsync.machine import BLAS_VARIABLES, usable_cores
-from teams import RanksFailed, Step
+from systems import Step
 
 CORES = usable_cores()
 RANKS = [ranks for ranks in (2, 4, 8) if ranks <= CORES] or [2]
@@ -46,7 +47,7 @@ with gs.init_process_group() as comm:
 """
 
 
-def run(contender: str, *command: str) -> tuple[float, str]:
+def run(contender: str, *command: str | Path) -> tuple[float, str]:
     """Runs a program on so many ranks with so many threads each; returns the seconds it takes, and what it prints."""
     count, what, *threads = contender.replace(",", "").split()
     ranks = int(count) if what.startswith("rank") else 1
@@ -56,12 +57,11 @@ def run(contender: str, *command: str) -> tuple[float, str]:
     variables = os.environ | dict.fromkeys(BLAS_VARIABLES, each) | {"PYTHONPATH": paths}
     began = time.perf_counter()
     done = subprocess.run([*launcher, *command], env=variables, capture_output=True, text=True, timeout=3000)
-    if done.returncode:
-        raise RanksFailed(f"{contender}: {done.stderr[-3000:]}")
+    assert done.returncode == 0, f"{contender}: {done.stderr[-3000:]}"
     return time.perf_counter() - began, done.stdout
 
 
-def step_of_training(contender: str, program: str, arguments: str) -> Step:
+def step_of_training(contender: str, program: Path, arguments: str) -> Step:
     return lambda: float(run(contender, program, arguments)[1].split()[-1])
 
 
@@ -76,14 +76,15 @@ def test_step_of_training(compare: Compare, tmp_path: Path, network: str) -> Non
     program.write_text(PROGRAM)
     channels, images = NETWORKS["digits, 38,282 parameters" if compare.disabled else network]
     arguments = json.dumps([channels, images, 1 if compare.disabled else 8])
-    compare.here(f"a step of training: {network}", step_of_training, str(program), arguments, closing=speed_up(network))
+    row = f"a step of training: {network}"
+    compare(row, step_of_training, program, arguments, ranks=0, rounds=5, warm_up=1, closing=speed_up(network))
 
 
 def speed_up(name: str) -> Callable[[dict[str, list[float]]], str]:
     """Returns what the output says at its end."""
 
     def closing(seconds: dict[str, list[float]]) -> str:
-        best = {who: sorted(samples)[len(samples) // 2] for who, samples in seconds.items()}
+        best = {who: median(samples) for who, samples in seconds.items()}
         alone = min((who for who in best if who in (*ALONE, "1 rank")), key=best.__getitem__, default=None)
         ranks = min((who for who in best if who in SHARING), key=best.__getitem__, default=None)
         if alone is None or ranks is None:
@@ -98,4 +99,5 @@ def test_script(compare: Compare, request: pytest.FixtureRequest) -> None:
     script = request.config.option.script
     if script is None:
         pytest.skip("times a script of yours: --script train.py")
-    compare.here(f"whole script: {Path(script).name}", whole_script, script, rounds=3, closing=speed_up(script))
+    row = f"whole script: {Path(script).name}"
+    compare(row, whole_script, script, ranks=0, rounds=3, warm_up=1, closing=speed_up(script))

@@ -57,7 +57,7 @@ def advice(seconds):
     noise = max(0.03 * medians[fastest], high - low)
     beaten = {mb: np.mean(np.array(times) > seconds[fastest]) for mb, times in seconds.items()}  # in how many rounds
     alike = [mb for mb in sorted(medians) if medians[mb] <= medians[fastest] + noise or beaten[mb] < 0.75]
-    limit = f"differences below {1e3 * noise:.2g} ms are noise"
+    limit = f"differences below {1e3 * noise:.3g} ms are noise"
     if len(alike) == len(medians):
         return f"Keep the default of 10 MB: there is nothing to choose, as all thresholds are alike, and {limit}."
     if 10 in alike:

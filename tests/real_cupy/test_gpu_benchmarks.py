@@ -25,7 +25,7 @@ def real() -> dict[str, str]:
 @pytest.mark.parametrize("cupy", [fake, pytest.param(real, marks=pytest.mark.cupy)])
 def test_every_row_of_gradsync_runs(cupy) -> None:
     pytest.importorskip("pytest_benchmark")
-    rows = "copy or (ResNet and not DDP)"  # PyTorch may have a GPU, and has no fake one
+    rows = "ResNet and not DDP"  # PyTorch may have a GPU, and has no fake one
     options = ["-m", "gpu", "-k", rows, "--benchmark-disable", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "benchmarks/test_gpu.py", *options],
@@ -35,5 +35,5 @@ def test_every_row_of_gradsync_runs(cupy) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert " 13 passed" in done.stdout, done.stdout  # nothing was skipped
+    assert " 11 passed" in done.stdout, done.stdout  # nothing was skipped
     assert "skipped" not in done.stdout
