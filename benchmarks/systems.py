@@ -29,6 +29,16 @@ NO_TORCH = "PyTorch is not installed: pip install torch --index-url https://down
 NO_MPI = "mpi4py or its MPI is not installed: pip install mpi4py mpich"
 # One team for each; a contender of another name is gradsync's.
 SYSTEMS = {"gloo": "torch", "DDP": "torch", "mpi4py": "mpi"}
+VARIABLES = {
+    # A thread for each rank, as gradsync's launcher and torchrun have it.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # Open MPI refuses to run as root, the usual user of a container, and to start more ranks than cores.
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
 
 
 def launcher_of(system: str, ranks: int) -> list[str]:

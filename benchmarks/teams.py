@@ -159,8 +159,7 @@ class Team:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         address = f"{self._folder.name}/pytest"
         paths = [str(source), str(ROOT / "benchmarks"), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
-        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        environment = os.environ | one_thread | variables | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         self._log = Path(self._folder.name, "log")
         self._connections: list[Connection] = []
         with socket.socket(socket.AF_UNIX) as listener, self._log.open("wb") as log:
@@ -169,7 +168,7 @@ class Team:
             listener.settimeout(0.2)
             self._process = subprocess.Popen(
                 [*launcher, __file__, address, str(source)],
-                env=environment,
+                env=os.environ | systems.VARIABLES | variables | path,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -177,7 +176,7 @@ class Team:
             )
             try:
                 self._meet(listener, ranks)
-            except RanksFailed as error:
+            except (RanksFailed, EOFError, OSError) as error:
                 raise RanksFailed(f"{error}\n{self.close()}") from None
             except BaseException:
                 self.close()

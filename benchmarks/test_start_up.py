@@ -40,14 +40,6 @@ sys.stdout.write(f"{time.monotonic()}\\n")
 """,
 }
 SYSTEMS = {"gradsync run": "gradsync", "torchrun, gloo": "torch", "mpiexec, mpi4py": "mpi"}
-VARIABLES = {
-    # Two ranks on two cores: what gradsync's launcher and torchrun set as well.
-    "OMP_NUM_THREADS": "1",
-    # Open MPI refuses to run as root, the usual user of a container, and to start more ranks than cores.
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}
 # What is installed is compiled already, and sources are compiled once: in the warm-up.
 UNWANTED = {"PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"}
 
@@ -59,7 +51,7 @@ def start(contender: str, ranks: int, folder: Path) -> Step:
     if SYSTEMS[contender] == "torch":
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), str(program)]
     kept = {name: value for name, value in os.environ.items() if name not in UNWANTED}
-    variables = kept | VARIABLES | {"TMPDIR": str(folder)}  # some leave files behind
+    variables = kept | systems.VARIABLES | {"TMPDIR": str(folder)}  # some leave files behind
 
     def step() -> float:
         began = time.monotonic()
