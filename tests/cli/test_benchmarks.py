@@ -22,7 +22,7 @@ def pytest_of(cli):
 
     def run(*arguments, launcher=()):
         command = [sys.executable, *launcher, "-m", "pytest", "-p", "no:cacheprovider", "-q"]
-        return cli.program(*command, *arguments, environment={"PYTEST_XDIST_WORKER": None})
+        return cli.program(*command, *arguments, environment={"PYTEST_XDIST_WORKER": None}, timeout=280)
 
     return run
 
@@ -68,7 +68,9 @@ def test_ranks_of_a_launcher_take_part(pytest_of):
 def test_ranks_of_mpiexec_take_part(cli):
     mpiexec = [Path(sys.executable).parent / "mpiexec", "-n", "2", sys.executable, "-m", "pytest"]
     options = ["-p", "no:cacheprovider", "-k", "256 and not gloo"]
-    done = cli.program(*mpiexec, of("test_collectives.py"), *options, environment={"PYTEST_XDIST_WORKER": None})
+    done = cli.program(
+        *mpiexec, of("test_collectives.py"), *options, environment={"PYTEST_XDIST_WORKER": None}, timeout=280
+    )
     assert done.code == 0, done.out + done.err
     assert "side by side" in done.out
     assert "2 passed" in done.out
