@@ -119,14 +119,14 @@ class Compare:
             starts = 1 if self.disabled or ranks == 0 else self._teams.starts
             try:
                 self._take_turns(self._rows[name], prepare, starts, rounds, warm_up, calls)
-            except RanksFailed:
+            except RanksFailed as error:
                 self._teams.failed(name)
-                raise
+                pytest.fail(str(error), pytrace=False)
         self._row = self._rows[name]
         if self._contender in self._row.absent:
             pytest.skip(self._row.absent[self._contender])
         if self._contender not in self._row.seconds:
-            pytest.fail("the row was not measured, see above")
+            pytest.fail("the row was not measured, see above", pytrace=False)
         team = self._teams.of(self._contender, ranks, environment or {})
         if ranks != 0:
             self._benchmark.extra_info |= {"ranks": ranks or self._teams.ranks, "backend": team.backend}

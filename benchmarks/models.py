@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,11 +72,30 @@ def gradients_of(model: str, *, few: bool = False) -> Gradients:
 
 
 def read(model: str) -> Gradients:
+    with suppress(ImportError):
+        import ml_dtypes  # noqa: F401, gives NumPy the name bfloat16
     try:
-        found = json.loads(Path(model).read_text())
-        return [(np.dtype(dtype).name, tuple(map(int, sizes))) for dtype, sizes in found.values()]
+        found = json.loads(Path(model).read_text(), object_pairs_hook=_without_twins)
+        return [_checked(*entry) for entry in found.values()] or _refuse("no gradient is in it")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise pytest.UsageError(f'--shapes {model} needs {{"name": ["float32", [64, 3]], ...}}: {error}') from None
+
+
+def _checked(dtype: str, sizes: list[int]) -> tuple[str, tuple[int, ...]]:
+    kind = np.dtype(dtype)
+    if kind.name != dtype or not (kind.kind in "fc" or kind.name == "bfloat16"):
+        _refuse(f"{dtype!r} has no mean")
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        _refuse(f"{sizes!r} is no list of sizes")
+    return dtype, tuple(sizes)
+
+
+def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    return dict(pairs) if len(dict(pairs)) == len(pairs) else _refuse("a name is there twice")
+
+
+def _refuse(why: str) -> Any:
+    raise ValueError(why)
 
 
 def name_of(model: str) -> str:

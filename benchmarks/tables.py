@@ -88,7 +88,7 @@ def fill(page: str) -> str:
 
 
 def draw(path: Path) -> None:
-    """Draws bars: the rows of the pages, and how many times as long as gradsync each contender takes."""
+    """Draws a bar for each contender of the steps with new arrays."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

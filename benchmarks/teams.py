@@ -33,7 +33,7 @@ from systems import Absent, Step
 
 START_SECONDS = 120.0
 ANSWER_SECONDS = 600.0
-END_SECONDS = 20.0
+END_SECONDS, HURRY_SECONDS = 20.0, 2.0
 ROOT = Path(__file__).resolve().parents[1]
 Make = Callable[..., Step]  # make(contender, *arguments)
 
@@ -92,7 +92,10 @@ def follow(comm: gs.Communicator) -> None:
     """Runs on the ranks of a launched job, but not on rank 0, which runs pytest."""
     rank = Rank(comm)
     while (request := comm.objects.broadcast(None, root=0)) is not None:
-        comm.objects.all_gather(rank.answer(request))
+        answer = rank.answer(request)
+        if answer[0] == "failed":  # the others may wait for this rank, and fail before they hear why
+            print(f"rank {comm.rank}: {answer[1]}", file=sys.stderr)
+        comm.objects.all_gather(answer)
 
 
 def main(address: str, source: str) -> None:
@@ -177,7 +180,7 @@ class Team:
             try:
                 self._meet(listener, ranks)
             except (RanksFailed, EOFError, OSError) as error:
-                raise RanksFailed(f"{error}\n{self.close()}") from None
+                raise RanksFailed(f"{str(error) or 'a rank has ended'}\n{self.close()}") from None
             except BaseException:
                 self.close()
                 raise
@@ -222,23 +225,24 @@ class Team:
                         raise RanksFailed(f"rank {rank}: {value}")
             return results_of(answers)
         except (RanksFailed, EOFError, OSError) as error:
-            raise RanksFailed(f"{error}\n{self.close()}") from None
+            raise RanksFailed(f"{str(error) or 'a rank has ended'}\n{self.close()}") from None
 
     @property
     def ended(self) -> bool:
         return not self._connections
 
-    def close(self) -> str:
+    def close(self, *, hurry: bool = False) -> str:
         """Ends the ranks, and returns their last lines. They end with their connections, unless something hangs."""
+        patience = HURRY_SECONDS if hurry else END_SECONDS
         for connection in self._connections:
             connection.close()
         self._connections = []
         try:
-            self._process.wait(END_SECONDS if self._process.poll() is None else 0)
+            self._process.wait(patience if self._process.poll() is None else 0)
         except subprocess.TimeoutExpired:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_SECONDS)
+                self._process.wait(patience)
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -266,6 +270,7 @@ class Teams:
         self._launched, self._here = launched, Rank()
         self._teams: dict[Any, Team] = {}
         self._failed: str | None = None
+        self.hurry = False  # after Ctrl-C
         # The paths to gradsync have the same length: they shift the memory of a process.
         self._folder = tempfile.TemporaryDirectory(prefix="against-")
         self._sources = {commit: Path(self._folder.name, commit) for commit in commits}
@@ -295,13 +300,20 @@ class Teams:
         source = self._sources.get(contender, self._checkout) / "src"
         key = system, source, count, tuple(variables.items())
         if key not in self._teams or self._teams[key].ended:
-            self._teams[key] = Team(systems.launcher_of(system, count), count, source, variables)
+            try:
+                self._teams[key] = Team(systems.launcher_of(system, count), count, source, variables)
+            except RanksFailed as error:
+                if contender in self.commits:  # an old one may need another Python, or have another command line
+                    raise Absent(
+                        f"gradsync at {contender} does not start here: {str(error).splitlines()[-1]}"
+                    ) from None
+                raise
         return self._teams[key]
 
     def end(self) -> None:
         """Ends the teams that pytest has started; who is needed again is started again."""
         for team in self._teams.values():
-            team.close()
+            team.close(hurry=self.hurry)
         self._teams.clear()
 
     def failed(self, row: str) -> None:

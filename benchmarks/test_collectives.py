@@ -49,6 +49,7 @@ def step(contender: str, collective: str, size: int) -> Step:
     """
     comm = systems.comm()
     ranks, elements = comm.world_size, size // 4
+    elements -= elements % ranks if collective == "all_to_all" else 0
     given = np.full(elements * (ranks if collective == "reduce_scatter" else 1), comm.rank + 1, np.float32)
     taken = np.empty(elements * (ranks if collective == "all_gather" else 1), np.float32)
     total = ranks * (ranks + 1) / 2
@@ -62,6 +63,8 @@ def step(contender: str, collective: str, size: int) -> Step:
     of = {"mpi4py": of_mpi, "gloo": of_gloo}.get(contender, of_gradsync)
     call = of(collective, given, taken)
     for _ in range(3):
+        given.fill(comm.rank + 1)
+        taken.fill(np.nan)
         call()
         np.testing.assert_array_equal(given if collective == "broadcast" else taken, expected[collective])
     return call
@@ -91,7 +94,7 @@ def of_gloo(collective: str, given: np.ndarray, taken: np.ndarray) -> Step:
 
     source, target = torch.from_numpy(given), torch.from_numpy(taken)
 
-    def all_reduce() -> None:  # it has only the one in place
+    def all_reduce() -> None:  # it has only the one in place, so a copy is part of it
         target.copy_(source)
         dist.all_reduce(target)
 

@@ -11,12 +11,16 @@ Any launcher will do. Two lines of a loop write the file; without a file, the gr
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import median, quantiles
 
 import numpy as np
 
 import gradsync as gs
+
+with suppress(ImportError):
+    import ml_dtypes  # noqa: F401, gives NumPy the name bfloat16
 
 THRESHOLDS = (0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)  # MB; gradsync's default is 10
 SHAPES = {f"{kind}{n}": ["float32", size] for n in range(16) for kind, size in [("w", [512, 512]), ("b", [512])]}
@@ -53,6 +57,8 @@ def advice(seconds):
     fastest, rounds = min(medians, key=medians.get), min(map(len, seconds.values()))
     if rounds < 8:
         return f"{fastest:g} MB was fastest, but this may be chance: measure more than {rounds} rounds, at least 8."
+    if 10 not in medians:
+        return f"Of these, {fastest:g} MB was fastest. The default of 10 MB was not measured."
     low, _, high = quantiles(seconds[fastest], n=4, method="inclusive")
     noise = max(0.03 * medians[fastest], high - low)
     beaten = {mb: np.mean(np.array(times) > seconds[fastest]) for mb, times in seconds.items()}  # in how many rounds

@@ -48,7 +48,10 @@ def test_the_output_says_which_threshold_to_take(pytest_of, tmp_path):
     assert all(row["stats"]["median"] > 0 and "data" not in row["stats"] for row in found)
 
 
-@pytest.mark.parametrize("content", ["[]", "{", '{"w": ["no dtype", [3]]}', '{"w": [3]}'])
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{", "{}", '{"w": ["no dtype", [3]]}', '{"w": [3]}', '{"w": ["int32", [3]]}', '{"w": ["float32", [-1]]}'],
+)
 def test_a_wrong_file_of_shapes_says_what_is_needed(pytest_of, tmp_path, content):
     (tmp_path / "shapes.json").write_text(content)
     done = pytest_of(of("test_thresholds.py"), "--shapes", tmp_path / "shapes.json")
@@ -83,11 +86,19 @@ def test_another_commit_is_one_more_contender(pytest_of):
     assert "95 %" in done.out
 
 
-@pytest.mark.parametrize("options", [["--against", "no-such-commit"]])
-def test_an_unknown_commit_is_refused(pytest_of, options):
+@pytest.mark.parametrize("options", [["--against", "no-such-commit"], ["--ranks", "0"], ["-n", "2"]], ids=" ".join)
+def test_wrong_options_are_refused(pytest_of, options):
     done = pytest_of(of("test_collectives.py"), *options)
     assert done.code == pytest.ExitCode.USAGE_ERROR
-    assert "no-such-commit" in done.err
+    assert options[-1] in done.err or options[0] in done.err
+
+
+def test_figures_can_be_saved_and_compared(pytest_of, tmp_path):
+    options = [of("test_collectives.py"), "-k", "256 and gradsync", "--benchmark-storage", tmp_path]
+    assert pytest_of(*options, "--benchmark-save=first").code == 0
+    done = pytest_of(*options, "--benchmark-compare")
+    assert done.code == 0, done.out + done.err
+    assert "0001_first" in done.out
 
 
 def test_a_rank_that_fails_shows_its_traceback(pytest_of, tmp_path):
@@ -141,3 +152,14 @@ def test_dying(compare):
 def test_the_pages_show_the_figures_of_the_results(cli):
     done = cli.program(sys.executable, of("tables.py"), "--check")
     assert done.code == 0, done.out + done.err
+
+
+def test_a_threshold_is_advised_only_where_it_was_measured():
+    from threshold import advice
+
+    fast, slow = [1.0, 1.01] * 5, [2.0, 2.01] * 5
+    assert "10 MB" in advice({1.0: slow, 10.0: fast})
+    assert "1 MB" in advice({1.0: fast, 10.0: slow})
+    assert "nothing to choose" in advice({1.0: fast, 10.0: fast})
+    assert "not measured" in advice({1.0: fast, 2.5: slow})
+    assert "chance" in advice({1.0: fast[:3], 10.0: slow[:3]})
