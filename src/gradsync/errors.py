@@ -169,21 +169,19 @@ class MpiError(GradsyncError, RuntimeError):
 
 
 class NonFiniteGradient(GradsyncError, ArithmeticError):
-    """A gradient, or its sum over the ranks, contains NaN or infinity, and the callback has nonfinite="raise".
-
-    All ranks raise this error.
+    """A reduced gradient contains NaN or infinity, and the callback has nonfinite="raise". All ranks raise this error.
 
     Attributes:
-        rank: the first rank with a gradient that contains NaN or infinity; None if all gradients are finite but their
-            sum overflowed.
-        parameter: the first parameter, in the order of reduction, whose gradient on rank `rank` contains NaN or
-            infinity; "" if `rank` is None.
-        parameters: a dict from rank to the first parameter whose gradient on this rank contains NaN or infinity.
+        parameter: the first parameter, in the order of hand-over, whose reduced gradient is not finite.
+        parameters: all such parameters.
     """
 
-    rank: int | None = None
-    parameter: str = ""
-    parameters: Mapping[int, str] = {}
+    parameters: Sequence[str] = ()
+
+    @property
+    def parameter(self) -> str:
+        """The first of `parameters`."""
+        return self.parameters[0] if self.parameters else ""
 
 
 class FutureNotReady(GradsyncError, RuntimeError):

@@ -1,31 +1,32 @@
-"""AllreduceCallback: takes gradients one by one, reduces them in buckets, and completes their futures.
+"""AllreduceCallback: takes the gradients of a step, averages them over the ranks at its end, and completes futures.
 
-Programs use this class directly. The callback passes each gradient to step.py, which remembers the last step. plan.py
-decides which buckets the gradient completes. reducer.py reduces these buckets immediately; the flush reduces the other
-buckets. For each bucket, and for the flush, the ranks compare digests of what they will do (see agreements.py).
+Programs use this class directly. step.py has the way of a gradient, bucket.py the plan, events.py what the ranks agree
+on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
-from gradsync.arguments import refuse_words
+from gradsync.arguments import is_number, refuse_words
 from gradsync.backends import BACKENDS, unknown_backend
-from gradsync.bucketing.agreements import CallbackIdentity
+from gradsync.bucketing.bucket import BucketHook
+from gradsync.bucketing.events import CallbackIdentity
 from gradsync.bucketing.forgotten import watch
+from gradsync.bucketing.gradient import key_of
 from gradsync.bucketing.options import Options
-from gradsync.bucketing.plan import list_of_names
-from gradsync.bucketing.reducer import BucketHook
 from gradsync.bucketing.step import Step
 from gradsync.communicators import world
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.lifetime import culprit_of
 from gradsync.communicators.world import group_or_world
-from gradsync.errors import GradientCancelled, InvalidArgument, describe
+from gradsync.errors import FutureNotReady, GradientCancelled, InvalidArgument, PlanMismatch, describe
 from gradsync.futures import GradientFuture
-from gradsync.reduction import parse_reduce_method
+from gradsync.reduction import ReduceOp, parse_reduce_method
 from gradsync.removed import no_attribute, refuse_removed
 
 _FOREIGN = {
@@ -77,7 +78,7 @@ class AllreduceCallback:
             arrays, pass (shape, dtype) instead.
         missing: the action of flush() if one of the `parameters` has no gradient. "error": flush() raises on all ranks,
             unless the step has no gradient at all. "zero": flush() reduces zeros for the parameter, and puts the result
-            into `filled`.
+            into results().
         gradient_as_bucket_view: whether gradients live inside the buckets; needs `parameters`. The futures then give
             views of the buckets, whose values are valid until the next step. See gradient_buffers().
         nonfinite: the action of flush() if a gradient, or the sum of the gradients, contains NaN or infinity. "off":
@@ -133,8 +134,9 @@ class AllreduceCallback:
         self._name = name
         options = Options(self.op, threshold_bytes, parameters, missing, gradient_as_bucket_view, nonfinite, clip_norm)
         self._group = group
+        self._in_views = gradient_as_bucket_view
         self._step = Step(options, CallbackIdentity(name, group))
-        self.statistics = self._step.reducer.statistics
+        self.statistics = self._step.statistics
         watch(self, self._step)
         if parameters is not None and (group is not None or world.current is not None):
             self._step.begin_with(self._communicator())  # so that wrong parameters raise an error here already
@@ -149,7 +151,7 @@ class AllreduceCallback:
         With `gradient_as_bucket_view` and without `threshold_bytes`, the value depends on the communicator: 64 MB on
         the CPU, 10 MB on a GPU. Before the callback has a communicator, the value is 10 MB.
         """
-        return self._step.planner.threshold_bytes
+        return self._step.threshold_bytes
 
     def __call__(self, param: Any, grad: Any) -> GradientFuture:
         """Hands over one gradient, and reduces the buckets that this gradient completes.
@@ -217,7 +219,14 @@ class AllreduceCallback:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
         """
         self._check_between_steps("gradient_buffers()")
-        return self._step.live_in_buckets(self._communicator())
+        step = self._step
+        if not self._in_views:
+            raise InvalidArgument("gradient_buffers() needs AllreduceCallback(gradient_as_bucket_view=True)")
+        with self._noting_errors():
+            views = step.live_in_buckets(self._communicator())
+        if isinstance(step.parameters, Mapping):
+            return MappingProxyType({step.param_of(key): view for key, view in views.items()})
+        return [views[key] for key in map(key_of, step.parameters)]
 
     def register_hook(self, hook: BucketHook | None) -> None:
         """Registers a hook that reduces the buckets, instead of an all-reduce.
@@ -229,7 +238,7 @@ class AllreduceCallback:
 
             sync.register_hook(in_half_precision)
 
-        gradsync calls the hook with each complete bucket, a gradsync.bucketing.reducer.GradientBucket: `buffer` is a
+        gradsync calls the hook with each complete bucket, a gradsync.bucketing.bucket.GradientBucket: `buffer` is a
         flat array of the bucket's gradients, `op` is "sum" or "mean". The hook leaves the reduced values in `buffer`.
         Every rank must register a hook, between steps, and the hooks of all ranks must call the same collectives. If a
         hook raises an error, the step ends as with any other error. On a GPU, the hook works on the current stream.
@@ -244,7 +253,7 @@ class AllreduceCallback:
         self._check_between_steps("register_hook()")
         if hook is not None and (isinstance(hook, type) or not callable(hook)):
             raise InvalidArgument(f"register_hook() needs a function that takes a bucket, got {hook!r}")
-        self._step.reducer.use_hook(hook)
+        self._step.use_hook(hook)
 
     @property
     def norm(self) -> float | None:
@@ -252,38 +261,74 @@ class AllreduceCallback:
 
         The norm is None without clip_norm, before the first step, and after a step that failed or had no gradients.
         """
-        return self._step.reducer.values.norm
+        return self._step.norm
 
     @property
     def skip_step(self) -> bool:
         """Whether the last step's gradients, or their sums, had NaN or infinity; False unless nonfinite="skip"."""
-        return self._step.reducer.values.skip_step
+        return self._step.skip_step
 
     @property
-    def filled(self) -> dict[Any, Any]:
-        """After a flush with missing="zero": the reduced gradients of parameters that had none on this rank."""
-        return self._step.filled
+    def total_weight(self) -> float | None:
+        """The sum of all ranks' weights in the last step; None if it had no weights. 0: no rank had a batch."""
+        return self._step.total_weight
 
-    def flush(self) -> None:
-        """Ends the backward pass: reduces the remaining gradients, and ends the step.
+    def results(self) -> Any:
+        """Returns the reduced gradients of the last step, until the next one ends.
+
+        Returns:
+            A dict from the names that were handed over to the reduced arrays: the objects that result() gives; with
+            missing="zero", and with a weight of 0, also those that this rank did not hand over. If `parameters` is
+            a list of arrays: a list in its order. Without `parameters`, arrays as names are given as text.
+
+        Raises:
+            FutureNotReady: a step has begun, and has not ended.
+        """
+        step = self._step
+        if step.count:
+            raise FutureNotReady(
+                "results() is not ready: it gives the gradients of the last step, and a step has begun"
+            )
+        found = step.results()
+        given = step.parameters
+        if given is not None and not isinstance(given, Mapping):
+            return [found[key] for key in map(key_of, given) if key in found]
+        return {step.param_of(key): value for key, value in found.items()}
+
+    def flush(self, *, weight: float | None = None) -> None:
+        """Ends the backward pass: reduces all gradients of the step.
 
         Every rank must call it. On the CPU the futures of the step are done when flush() returns. On a GPU flush()
         makes the current stream wait for the reductions. The host waits too if gradients are in host memory, or if the
         option `nonfinite` or `clip_norm` is set.
 
+        Args:
+            weight: see backward(); only without `parameters`.
+
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: a collective of the step has failed.
             MissingGradient, NonFiniteGradient: see the options `missing` and `nonfinite`.
-            InvalidArgument: another call of the callback is still running, or there is no process group.
+            InvalidArgument: another call of the callback is still running, there is no process group, or the weight
+                cannot be used.
         """
+        if weight is not None:
+            if self._step.parameters is not None:
+                raise InvalidArgument(
+                    "flush(weight=) is not for callbacks with parameters=, whose buckets may be launched before the "
+                    "flush: pass the weight to backward(weight=)"
+                )
+            self._step.set_weight(self._checked_weight(weight))
         communicator = self._group or world.current
         if communicator is None or self._backend is not None:
             communicator = self._communicator()
         self._step.flush(communicator)
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self, *, weight: float | None = None) -> Iterator[None]:
         """A context manager for a backward pass; calls flush() at its end.
+
+            with sync.backward(weight=len(batch)):
+                sync("w", gradient_of(batch))
 
         If the program has called flush() in the block, and has handed over no gradient since then, backward() does not
         call flush() again.
@@ -291,27 +336,46 @@ class AllreduceCallback:
         If the body or the flush raises, gradsync cancels the futures that are not done, and aborts the communicator, so
         that the other ranks raise RankFailed instead of waiting. Every rank raises a PlanMismatch or NonFiniteGradient
         of the callback's own collectives. So after these two errors the communicator stays usable.
+
+        Args:
+            weight: this rank's weight in the mean, such as the number of its samples: the results are the sum of
+                weight * gradient over the ranks, divided by the sum of the weights. All ranks must pass a weight, or
+                none. With 0 this rank has no batch: what it hands over is ignored, and it need not hand over anything
+                if it knows the gradients from `parameters` or its last step. If all weights are 0, nothing is reduced,
+                and `total_weight` is 0.
+
+        Raises:
+            InvalidArgument: the weight is not a finite number of at least 0, or the reduce method is "sum".
         """
-        ended = self._step.ended
+        step = self._step
+        if weight is not None:
+            step.set_weight(self._checked_weight(weight))
+        ended = step.ended
         try:
             yield
             # With missing="zero", a second flush would reduce a step of zeros.
-            if self._step.ended == ended or self._step.count:
+            if step.ended == ended or step.count:
                 self.flush()
         except BaseException as error:
-            if isinstance(error, ValueError) and "read-only" in str(error):
-                self._note_locked(error)
             self._abandon(error)
             raise
 
-    def _note_locked(self, error: ValueError) -> None:
-        """Adds the names of the read-only gradients to NumPy's error, which has no names."""
-        names = [entry.name for entry in self._step.locked()]
-        if names:
-            one = len(names) == 1
-            what = f"the gradient of {names[0]} is" if one else f"the gradients of {list_of_names(names)} are"
-            until = "its future is done" if one else "their futures are done"
-            error.add_note(f"gradsync: {what} read-only until {until}; see docs/your_loop.md")
+    def _checked_weight(self, weight: Any) -> float:
+        if not is_number(weight) or not math.isfinite(weight) or weight < 0:
+            raise InvalidArgument(f"weight must be a finite number of at least 0, got {weight!r}")
+        if self.op is not ReduceOp.MEAN:
+            raise InvalidArgument(
+                'weight= is for AllreduceCallback("mean"): multiply the gradients of a "sum" yourself'
+            )
+        return float(weight)
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except PlanMismatch as error:
+            self._step.raised_on_all = error
+            raise
 
     def _check_between_steps(self, what: str) -> None:
         if self._step.count:

@@ -37,9 +37,8 @@ def take_forgotten() -> list[str]:
 
 
 def _collected(step: Step) -> None:
-    """Makes the waiting gradients of a garbage-collected callback writeable, and keeps their error text."""
+    """Keeps the error text of a garbage-collected callback."""
     text = step.forgotten()
-    step.unlock_waiting()
     if step not in _watched:  # the step belongs to the parent of this forked process
         return
     del _watched[step]

@@ -22,15 +22,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from gradsync.bucketing.bucket import Bucket, GradientSpec, cut
 from gradsync.bucketing.callback import AllreduceCallback
-from gradsync.bucketing.gradient import Destination, OverlapCheck, destination
-from gradsync.bucketing.guard import refuse_in_flight
+from gradsync.bucketing.gradient import OverlapCheck
 from gradsync.bucketing.lists import broadcast_named, check_writable, communicator_and_root
-from gradsync.bucketing.plan import Bucket, GradientSpec, plan_buckets
 from gradsync.communicators.agreement import Agreement, Description, digest_of
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.for_bucketing import ListReduction
-from gradsync.communicators.host_arrays import ArrayKind
+from gradsync.communicators.for_bucketing import arrays_of, compare, mark_work, reduce_list, runs_beside_host
+from gradsync.communicators.host_arrays import ArrayKind, overlaps_itself
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument, PlanMismatch, UnsupportedDtype, describe
 from gradsync.futures import check_may_call, pending
@@ -101,20 +100,35 @@ def average_gradients(
 
 def _averaged(arrays: Mapping[str, Any], op: ReduceOp, communicator: Communicator) -> dict[str, Any]:
     """Reduces the arrays of a tree, given by path; returns the results by path. None has no result."""
-    overlaps, specs, destinations = OverlapCheck(), [], []
+    kind, overlaps, specs = arrays_of(communicator), OverlapCheck(), []
+    natives: dict[str, Array] = {}
     for path, array in sorted(arrays.items()):
         if array is not None:
-            native = _native(path, array, op, communicator)
-            overlaps.claim(native, path, communicator._arrays, f"{communicator.label}: {_WHAT}")
+            natives[path] = native = _native(path, array, op, communicator)
+            overlaps.claim(native, path, kind, f"{communicator.label}: {_WHAT}")
             specs.append(GradientSpec(path, native.shape, dtype_name(native.dtype), native.dtype.itemsize))
-            destinations.append(destination(array, native, communicator))
     absent = tuple(sorted([path for path, array in arrays.items() if array is None]))
     agreement, buckets = _average_plan(op, tuple(specs), absent)
     if not buckets:
-        communicator._agree(agreement)
+        compare(communicator, agreement)
+    results: dict[str, Any] = {}
     for bucket in buckets:
-        _reduce(bucket, destinations, op, agreement, communicator)
-    return {spec.name: each.result for spec, each in zip(specs, destinations, strict=True)}
+        flats = []
+        for path in map(str, bucket.keys):
+            native = natives[path]
+            if kind.writeable(native) and not overlaps_itself(native):
+                results[path] = arrays[path]
+                flats.append(kind.flat(native))
+            else:
+                natives[path] = results[path] = fresh = kind.empty_like(native)
+                np.copyto(fresh, native) if isinstance(fresh, np.ndarray) else kind.assign(native, fresh)
+                flats.append(kind.flat(fresh))
+        after = [mark_work(communicator)] if runs_beside_host(communicator) else None
+        targets = [natives[path] for path in map(str, bucket.keys)]
+        completion = reduce_list(communicator, flats, op, agreement, targets=targets, after=after)
+        if completion is not None:
+            completion.order()
+    return results
 
 
 @lru_cache(maxsize=16)
@@ -130,25 +144,8 @@ def _average_plan(
         lines = sorted([*map(str, specs), *[f"{path}: None" for path in absent]])
         return Description(f"{_WHAT}({op.value}) of {len(specs)} arrays", tuple(lines))
 
-    return Agreement(digest_of(_WHAT, op.value, specs, absent), describe), plan_buckets(specs, _LIST_BYTES)
-
-
-def _reduce(
-    bucket: Bucket, destinations: Sequence[Destination], op: ReduceOp, agreement: Agreement, communicator: Communicator
-) -> None:
-    """Reduces the arrays of one bucket. Work that the caller queues later on the current stream waits for it."""
-    communicator._checked_stream(None, _WHAT)
-    parts = [destinations[slot.position] for slot in bucket.slots]
-    reduction = ListReduction(
-        communicator,
-        [part.source for part in parts],
-        [part.target for part in parts],
-        op,
-        write_backs=[(part.target, part.write_back) for part in parts if part.write_back is not None],
-    )
-    completion = reduction.run(agreement, producers=[communicator._mark_work()])
-    if completion is not None:
-        completion.order()
+    buckets = cut([(spec.name, spec) for spec in specs], _LIST_BYTES)
+    return Agreement(digest_of(_WHAT, op.value, specs, absent), describe), buckets
 
 
 def _by_callback(arrays: Mapping[str, Any], callback: AllreduceCallback) -> dict[str, Any]:
@@ -214,8 +211,6 @@ def _as_given(given: Any, result: Any) -> Any:
 def _native(path: str, array: Any, op: ReduceOp, communicator: Communicator) -> Array:
     native: Array = communicator._native_array(array, f"{_WHAT}, {path}")
     who = f"{communicator.label}: {_WHAT}, {path}"
-    if isinstance(native, np.ndarray) and not native.flags.writeable:
-        refuse_in_flight(native, who)
     try:
         check_operation(op, native.dtype)
     except UnsupportedDtype as error:

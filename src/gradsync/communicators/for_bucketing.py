@@ -1,111 +1,106 @@
-"""The collectives that only gradient bucketing uses; their arguments are not checked.
+"""What gradient bucketing asks of a communicator: run a list, exchange numbers, compare. Nothing else of it is used.
 
-There are three such collectives. ListReduction reduces a list of arrays, with work before and after the reduction on
-the same stream. broadcast_list broadcasts a list of arrays. make_resident_memory allocates resident memory, in which
-gradients are kept; ListReduction reduces them there without a copy. The public collectives are in communicator.py.
+The arguments are not checked, because bucketing has checked them. The public collectives are in communicator.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import PreparedList, ResidentMemory
 from gradsync.communicators.communicator import BYTE, Communicator
-from gradsync.communicators.host_values import Checks
-from gradsync.errors import BackendUnavailable
+from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.futures import Completion
 from gradsync.reduction import Array, ReduceOp
 
 
-class Watch(Protocol):
-    """Looks at the values of a list of arrays before and after their reduction, on the same stream."""
-
-    def before(self, sources: Sequence[Array]) -> None:
-        """Looks at this rank's values before the reduction."""
-
-    def after(self, results: Sequence[Array]) -> None:
-        """Looks at the reduced values."""
-
-
-class ListReduction:
-    """The all-reduce of a list of arrays as one collective, for a gradient bucket.
-
-    Every rank must run such a reduction. On all ranks the lists must have the same length, and arrays with the same
-    index must have the same size and dtype. The arguments are not checked, because bucketing has checked them. Make the
-    object in the thread that runs the collectives.
+def reduce_list(
+    communicator: Communicator,
+    flats: Sequence[Array],
+    op: ReduceOp,
+    agreement: Agreement,
+    *,
+    factor: float = 1.0,
+    targets: Sequence[Array] = (),
+    after: Sequence[Any] | None = None,
+) -> Completion | None:
+    """Reduces flat arrays of one dtype over the ranks, in place, as one collective. Every rank must call it.
 
     Args:
-        communicator: the communicator that runs the reduction.
-        sources: 1-D contiguous arrays of the same dtype, on the communicator's device.
-        targets: the arrays for the results: for each source an array of its size and dtype, or the source itself.
+        communicator: whose ranks take part.
+        flats: flat writable arrays (see ArrayKind) of the same sizes on all ranks.
         op: an operator that the dtype supports.
-        write_backs: pairs (target, array). After the reduction, the values of each target are copied to the array of
-            its pair, a NumPy or CuPy array of any layout.
-        checks: the checks that the backend makes during the reduction.
-        recurs: whether these very arrays will be reduced again. If so, the backend prepares the reduction now. `recurs`
-            may differ between ranks.
-        resident: the resident memory, if the only source is also the only target, and is a view of this memory that
-            begins at a multiple of 64 bytes; else None.
+        agreement: what all ranks must be about to do; they compare it before data moves.
+        factor: multiplies this rank's values before they are reduced; it may differ between ranks.
+        targets: native arrays: the values of the flat array with the same index go there too, if it is no view of it.
+        after: marks of work (see mark_work) that makes the values: the reduction then runs on the communicator's own
+            stream, beside the host. None: on the current stream.
+
+    Returns:
+        The Completion of what was launched on a GPU; None on the CPU, where the results are there.
+
+    Raises:
+        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for Communicator.all_reduce.
     """
+    backend = communicator._backend
+    with communicator._lifetime.collective("all_reduce", agreement), backend.launching(None, after) as launch:
+        if factor != 1.0:
+            communicator._arrays.multiply_in_place(flats, factor)
+        backend.all_reduce(flats, flats, op, agreement)
+        for flat, native in zip(flats, targets, strict=False):
+            backend.bring_back(flat, native, launch)
+    return launch
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        sources: Sequence[Array],
-        targets: Sequence[Array],
-        op: ReduceOp,
-        *,
-        write_backs: Sequence[tuple[Array, Array]] = (),
-        checks: Checks = Checks.NONE,
-        recurs: bool = False,
-        resident: ResidentMemory | None = None,
-    ) -> None:
-        self._lifetime = communicator._lifetime
-        self._backend = backend = communicator._backend
-        self._sources = sources
-        self._targets = targets
-        self._op = op
-        self._write_backs = write_backs
-        self._prepared: PreparedList | None = None
-        if self._lifetime.ended_because is not None:
-            return
-        if resident is not None:
-            self._prepared = resident.prepare(sources[0], op, checks)
-        elif recurs or checks:
-            self._prepared = backend.prepare(sources, targets, op, checks)
 
-    def run(
-        self, agreement: Agreement, *, watch: Watch | None = None, producers: Sequence[Any] = ()
-    ) -> Completion | None:
-        """Reduces the arrays' current values.
+def exchange_numbers(
+    communicator: Communicator, what: str, numbers: Sequence[int], agreement: Agreement
+) -> list[list[int]]:
+    """Compares the agreement, and returns the 64-bit integers of each rank. Every rank must call it."""
+    return communicator._share_numbers(what, numbers, agreement)
 
-        Args:
-            agreement: the Agreement that describes this collective, for the comparison between the ranks.
-            watch: looks at the values before and after the reduction.
-            producers: marks (see Backend.mark_work) of the work that made the sources.
 
-        Returns:
-            On the CPU, None, because the results are complete. On a GPU, the Completion of the launched reduction.
+def compare(communicator: Communicator, agreement: Agreement) -> None:
+    """Raises PlanMismatch on all ranks unless all are about to do the same. Every rank must call it."""
+    communicator._agree(agreement)
 
-        Raises:
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for Communicator.all_reduce.
-            NcclError, MpiError, RendezvousError, InvalidArgument: as for Communicator.all_reduce.
-        """
-        backend, sources, targets = self._backend, self._sources, self._targets
-        with self._lifetime.collective("all_reduce", agreement), backend.launching(None, producers) as launch:
-            if watch is not None:
-                watch.before(sources)
-            if self._prepared is None:
-                backend.all_reduce(sources, targets, self._op, agreement)
-            else:
-                self._prepared.run(agreement)
-            if watch is not None:
-                watch.after(targets)
-            for target, native in self._write_backs:
-                backend.bring_back(target, native, launch)
-        return launch
+
+# -- Arrays and streams -----------------------------------------------------------------------------------------------
+
+
+def arrays_of(communicator: Communicator) -> ArrayKind:
+    """Returns the functions for the arrays of a communicator's device."""
+    return communicator._arrays
+
+
+def native_array(communicator: Communicator, array: Any, what: str) -> Array:
+    """Returns a NumPy or CuPy array over the same memory; see Communicator._native_array."""
+    return communicator._native_array(array, what)
+
+
+def runs_beside_host(communicator: Communicator) -> bool:
+    """Whether reductions run on a GPU, beside the host."""
+    return communicator._runs_beside_host
+
+
+def check_stream(communicator: Communicator, what: str) -> None:
+    """Raises InvalidArgument if the current stream cannot be used: it is capturing a CUDA graph."""
+    communicator._checked_stream(None, what)
+
+
+def mark_work(communicator: Communicator) -> Any:
+    """Marks the end of the work that is queued on the current stream, for reduce_list(after=)."""
+    return communicator._mark_work()
+
+
+def timeout_seconds(communicator: Communicator) -> float:
+    """Returns how long a collective waits for the other ranks."""
+    return communicator._backend.timeout_seconds
+
+
+def has_failed(communicator: Communicator) -> bool:
+    """Whether a failure or abort() has ended the communicator, and not close()."""
+    return communicator._lifetime.has_failed
 
 
 def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: int, agreement: Agreement) -> None:
@@ -137,49 +132,3 @@ def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: i
         communicator._run(("broadcast", agreement, move, None, None), None)
     else:
         communicator._agree(agreement)
-
-
-# -- Resident memory, in which gradients are kept and reduced without a copy -----------------------------------------
-
-
-def make_resident_memory(communicator: Communicator, size_bytes: int, agreement: Agreement) -> ResidentMemory:
-    """Allocates resident memory of the same size on every rank. Ranges of the memory can then be reduced in place.
-
-    Every rank must call it, with the same size.
-
-    Args:
-        communicator: the communicator that will reduce the memory.
-        size_bytes: the size of the memory of each rank.
-        agreement: the Agreement that describes this collective, for the comparison between the ranks. Its digest must
-            depend on the size.
-
-    Raises:
-        PlanMismatch: the digests differ; nothing was allocated.
-        BackendUnavailable: a rank cannot allocate the memory. The error message names the rank. No rank gets memory,
-            and the communicator stays usable.
-        RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError, MpiError, RendezvousError, InvalidArgument: as for
-            Communicator.all_reduce.
-    """
-    what, backend = "make_resident_memory", communicator._backend
-    memory: ResidentMemory | None = None
-    failure: BackendUnavailable | None = None
-
-    def make(_launch: Any) -> list[list[int]]:
-        nonlocal memory, failure
-        backend.agree(agreement)
-        try:
-            memory = backend.make_resident(size_bytes, agreement)
-        except BackendUnavailable as error:
-            failure = error
-        return backend.share_numbers([failure is None], agreement)
-
-    have_made = communicator._run((what, agreement, make, None, None), None)
-    without = [rank for rank, [has_made] in zip(communicator.ranks, have_made, strict=True) if not has_made]
-    if failure is not None:
-        raise BackendUnavailable(f"{communicator.label}: {what}: {failure}") from failure
-    if without or memory is None:
-        raise BackendUnavailable(
-            f"{communicator.label}: {what} needs {size_bytes} bytes on every rank; ranks {without} could not allocate "
-            "them"
-        )
-    return memory

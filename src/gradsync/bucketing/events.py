@@ -1,0 +1,149 @@
+"""What the ranks agree on in a step: which callback it is, its options, and all gradients of the step.
+
+The agreement of a step is its digest, compared before anything moves, and its text, exchanged when the digests differ.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+from gradsync.bucketing.bucket import Bucket, GradientSpec, list_of_names
+from gradsync.communicators.agreement import Agreement, Description, digest_of
+from gradsync.communicators.communicator import Communicator
+from gradsync.diagnostics import names_text
+from gradsync.errors import InvalidArgument, callers, shown, size_text
+from gradsync.reduction import ReduceOp
+
+_MOST_CHARACTERS = 80  # in a callback's name
+
+
+class CallbackIdentity:
+    """Which callback it is: its name, or the line of the program that made it, the same on all ranks.
+
+    Args:
+        name: the name that the program gave the callback, or None.
+        group: the callback's communicator; None means the world communicator.
+
+    Raises:
+        InvalidArgument: the name is not a string of printable characters, or is too long.
+    """
+
+    def __init__(self, name: str | None, group: Communicator | None) -> None:
+        if name is not None and (
+            not isinstance(name, str) or not 0 < len(name) <= _MOST_CHARACTERS or not name.isprintable()
+        ):
+            raise InvalidArgument(
+                f"AllreduceCallback needs name as text of 1 to {_MOST_CHARACTERS} printable characters, or None, got "
+                f"{shown(name)}"
+            )
+        self.name = name
+        self._group = group
+        made_at = next((each.short() for each in callers()), "an unknown line")
+        self.made_at = made_at.partition(" in ")[0]
+        self.text = repr(name) if name is not None else self.made_at
+        with _lock:
+            self._older = [] if name is not None else [id(each) for each in _living if each.is_like(self)]
+            if name is None:
+                _living.add(self)
+
+    def is_like(self, other: CallbackIdentity) -> bool:
+        """Whether the ranks could take one callback for the other."""
+        return self.text == other.text and self._group is other._group
+
+    def check_alone(self, label: str) -> None:
+        """Refuses, at its first use, a callback that the ranks could take for an older one of the same line.
+
+        Raises:
+            InvalidArgument: an older callback without a name, made at the same line for the same group, is still alive.
+        """
+        if self._older and self._has_older():
+            gc.collect()  # one that is only in a reference cycle does not count
+            if self._has_older():
+                raise InvalidArgument(
+                    f"{label}: two callbacks that were made at {self.made_at} are in use, and the ranks could take one "
+                    'for the other: name them, gs.AllreduceCallback(..., name="generator")'
+                )
+        self._older = []
+
+    def _has_older(self) -> bool:
+        with _lock:
+            return any(id(each) in self._older and each.is_like(self) for each in _living)
+
+
+_living: WeakSet[CallbackIdentity] = WeakSet()  # those without a name
+_lock = threading.Lock()
+
+
+class StepEvents:
+    """Makes the agreements of a callback's steps.
+
+    Args:
+        op: the operator of the reduction: sum or mean.
+        identity: which callback it is.
+        settings: the options on which the ranks must agree, by name, as text; a flag has the value "".
+        threshold_bytes: the option, for texts.
+    """
+
+    def __init__(
+        self, op: ReduceOp, identity: CallbackIdentity, settings: Mapping[str, str], threshold_bytes: Any
+    ) -> None:
+        self._op, self._identity, self._threshold_bytes = op, identity, threshold_bytes
+        self.change_settings(settings)
+
+    def change_settings(self, settings: Mapping[str, str]) -> None:
+        """Changes the settings of later steps."""
+        self._words = ", ".join([self._op.value, *[f"{name} {each}".rstrip() for name, each in settings.items()]])
+
+    def of_step(self, buckets: Sequence[Bucket], missing: Sequence[str] = (), *, weighted: bool = False) -> Agreement:
+        """Returns the agreement on a whole step.
+
+        Args:
+            buckets: of the gradients that will be reduced.
+            missing: the names of parameters that have no gradient on this rank, with missing="error".
+            weighted: whether this rank has a weight.
+        """
+        specs = [spec for bucket in buckets for spec in bucket.specs]
+        layout = [len(bucket.specs) for bucket in buckets]
+        return self._agreement("step", specs, layout, tuple(missing), weighted=weighted)
+
+    def of_bucket(self, step: Agreement, bucket: Bucket) -> Agreement:
+        """Returns the agreement on one bucket of a step: the step's own, with the bucket's line for the recorder."""
+        names = names_text([spec.label for spec in bucket.specs])
+        line = f"all_reduce({self._words}) {bucket.specs[0].dtype} {size_text(bucket.size_bytes)} {names}"
+        return step._replace(summarise=lambda: line)
+
+    def of_memory(self, buckets: Sequence[Bucket]) -> Agreement:
+        """Returns the agreement on the memory of buckets."""
+        specs = [spec for bucket in buckets for spec in bucket.specs]
+        return self._agreement("gradient_buffers", specs, [len(bucket.specs) for bucket in buckets], ())
+
+    def of(self, what: str, content: object = ()) -> Agreement:
+        """Returns the agreement on anything else that the callback does with all ranks."""
+        return self._agreement(what, [], [], content)
+
+    def _agreement(
+        self, what: str, specs: Sequence[GradientSpec], layout: Sequence[int], more: Any, *, weighted: bool = False
+    ) -> Agreement:
+        identity, words = self._identity, self._words
+        lines = tuple(map(str, specs))
+        size_bytes = sum(spec.size_bytes for spec in specs)
+        count = f"{len(specs)} gradient{'' if len(specs) == 1 else 's'}"
+        headline = f"{what} ({words}) of {count}, {size_bytes} bytes" if what == "step" else f"{what} of {count}"
+        if more and what == "step":
+            headline += f", without a gradient for {list_of_names(more)}"
+        if weighted:
+            headline += ", with a weight"
+        named = (
+            f" (callback {identity.text}, made at {identity.made_at})"
+            if identity.name is not None
+            else (f" (callback made at {identity.made_at})")
+        )
+        size = "" if self._threshold_bytes is None else f", threshold_bytes {self._threshold_bytes}"
+        options = words + size + (", weight" if weighted else "")
+        description = Description(headline + named, lines, callback=identity.text, options=options)
+        digest = digest_of("gradients", identity.text, what, words, lines, layout, more, weighted)
+        return Agreement(digest, lambda: description, summarise=lambda: headline)
