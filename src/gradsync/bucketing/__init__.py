@@ -1,11 +1,10 @@
-"""Bucketing: packs single gradients into flat buffers, reduces the buffers, and unpacks the results.
+"""Bucketing: averages the gradients of a step over the ranks, all at its end.
 
-A gradient passes through these modules, in this order: `callback` (called by the program), `step` (does this step
-repeat the last step?), `plan` (assigns the gradient to a bucket), `reducer` (runs the bucket's all-reduce, or the
-program's hook), and gradsync.futures. Other modules help them: `options`, `gradient` (which arrays are accepted, where
-results are written, gradients that live in buckets), `guard` (gradients in flight are read-only), `agreements` (the
-ranks compare their gradients), `values` (NaN, the norm, clipping) and `forgotten` (gradients that were never reduced).
-`lists` and `trees` are for programs that have all gradients at once.
+The way of a gradient is in four files. `callback` has what programs call. `step` takes the gradients, and reduces them
+at the flush. `bucket` cuts them into buckets, and runs hooks. `communicators/for_bucketing.py` is all that bucketing
+asks of a communicator. Others help: `options` (of a callback), `gradient` (its name, and whether its array is
+accepted), `events` (what the ranks agree on), `values` (the norm, NaN and clipping) and `forgotten` (gradients that are
+never reduced). `lists` and `trees` are for programs that have all gradients at once.
 """
 
 from gradsync.bucketing.forgotten import take_forgotten

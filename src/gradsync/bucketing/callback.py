@@ -40,63 +40,56 @@ _FOREIGN = {
 
 
 class AllreduceCallback:
-    """Averages or sums gradients over the ranks. Call this object with each gradient when the gradient is complete.
+    """Averages or sums gradients over the ranks. Call it with each gradient; at the end of the block all are averaged.
 
         sync = gs.AllreduceCallback("mean")
         for batch in batches:
             with sync.backward():
-                futures = {name: sync(name, gradient) for name, gradient in gradients_of(batch)}
-            for name, future in futures.items():
-                weights[name] -= 0.1 * future.result()
+                for name, gradient in gradients_of(batch):
+                    sync(name, gradient)
+            for name, gradient in sync.results().items():
+                weights[name] -= 0.1 * gradient
 
-    In each step every rank must hand over gradients of the same parameters, with the same shapes and dtypes. The order
-    must be the same too, unless `parameters` is given. (With missing="zero" a rank may leave gradients out.) If the
-    ranks differ in the next bucket to reduce, all of them raise PlanMismatch before they reduce this bucket.
+    In each step all ranks hand over gradients of the same names, shapes and dtypes, in any order. The ranks compare the
+    whole step before anything moves. If they differ, all raise PlanMismatch, no gradient has changed, and they can
+    repeat the step. (On a GPU with `parameters`, buckets that were complete are reduced already.)
 
-    Gradients of one dtype fill a bucket. gradsync reduces the bucket when it has reached the threshold, or when the
-    next gradient does not fit. flush() reduces the buckets that are not full. The future of a gradient gives the
-    reduced values. gradsync writes these values into the array that was handed over, if the array is writeable and its
-    elements share no memory. If gradients live in buckets, the values are in the bucket.
+    Gradients of one dtype are reduced together, in buckets. The result is written into the array that was handed over.
+    A read-only array, and one whose elements share memory, is left alone: then only results(), and the future that each
+    call returns, have the result.
 
     Args:
-        reduce_method: "sum" or "mean", in upper or lower case. "mean" needs floating or complex gradients.
+        reduce_method: "mean" or "sum". "mean" needs floating or complex gradients.
         group: the communicator; None means the world communicator at the time of each call.
         backend: the backend that the communicator must have; None or "auto" allows any backend.
-        name: the callback's name, the same on all ranks. If ranks use callbacks with different names, or in a different
-            order, they raise PlanMismatch, which shows the names. The ranks identify a callback without a name by the
-            lines of code that constructed it. So name each callback if ranks construct callbacks at different lines, or
-            in threads.
-        threshold_bytes: the largest size of a bucket of several gradients, in bytes or as text such as "25 MB"; 1 MB
-            is 1024**2 bytes. A larger gradient gets a bucket of its own. None means 10 MB, or 64 MB for
-            `gradient_as_bucket_view` on the CPU.
-        parameters: the parameters that have a gradient in each step: a mapping of names to arrays or to (shape, dtype).
-            If the program hands over gradients with arrays as `param`, the option is a list of these arrays. With this
-            option, the gradients may arrive in any order, and in a different order on each rank; all ranks reduce the
-            same buckets in the same order. If you pass arrays, pass the parameters themselves, because the ranks
-            compare the arrays' bytes once, before the first step (in a fraction of a second for 100 MB). If the bytes
-            differ, rank 0 logs a warning that names the first array that differs. If you do not have the parameters as
-            arrays, pass (shape, dtype) instead.
-        missing: the action of flush() if one of the `parameters` has no gradient. "error": flush() raises on all ranks,
-            unless the step has no gradient at all. "zero": flush() reduces zeros for the parameter, and puts the result
-            into results().
-        gradient_as_bucket_view: whether gradients live inside the buckets; needs `parameters`. The futures then give
-            views of the buckets, whose values are valid until the next step. See gradient_buffers().
-        nonfinite: the action of flush() if a gradient, or the sum of the gradients, contains NaN or infinity. "off":
-            gradsync does not check. "raise": flush() raises NonFiniteGradient on all ranks; the error names the
-            parameters and ranks whose gradients contain NaN or infinity. "skip": flush() sets `skip_step` on all ranks,
-            for loss scaling.
-        clip_norm: the largest allowed Euclidean norm of all reduced gradients of a step together. If their norm is
-            larger than clip_norm, flush() scales the gradients down to clip_norm. The attribute `norm` is the norm
-            before clipping. With float("inf"), gradsync computes this norm, but does not clip. Clipping is the last
-            action of flush(): a done-callback that runs earlier sees the unclipped gradient.
+        name: the callback's name, the same on all ranks. Without a name the ranks know it by the line that made it,
+            such as "train.py:17". So name each of several callbacks that one line makes, and callbacks that the ranks
+            make at different lines.
+        threshold_bytes: the largest bucket of several gradients, in bytes or as text such as "25 MB"; 1 MB is 1024**2
+            bytes. A larger gradient has a bucket of its own. None means 10 MB, or 64 MB for `gradient_as_bucket_view`
+            on the CPU.
+        parameters: the parameters that have a gradient in each step: a mapping of names to arrays or to (shape, dtype),
+            or a list of arrays, which are then handed over as `param`. Buckets are cut in this order. On a GPU a bucket
+            is reduced as soon as it and all before it are complete, beside the backward pass, so begin with the
+            parameters whose gradients come first.
+        missing: what happens if one of the `parameters` has no gradient. "error": all ranks raise MissingGradient, or
+            PlanMismatch if they lack different ones; a step without any gradient is fine. "zero": zeros are reduced
+            in its place, and results() has the result.
+        gradient_as_bucket_view: whether gradients live inside the buckets; needs `parameters`. Results are then views
+            of the buckets, valid until the next step. See gradient_buffers().
+        nonfinite: what happens if a reduced gradient has NaN or infinity. "off": nothing, it is not checked. "raise":
+            all ranks raise NonFiniteGradient, which names the parameters. "skip": `skip_step` is True on all ranks, for
+            loss scaling.
+        clip_norm: the largest Euclidean norm of all reduced gradients together; if theirs is larger, all are scaled
+            down to it. `norm` is the norm before. float("inf") computes the norm, and does not clip.
 
     Raises:
         InvalidArgument: an option has a wrong value, or lacks another option that it needs, or the group is not a
-            communicator of this rank. destroy_process_group() also raises InvalidArgument if gradients were handed over
-            but never reduced.
+            communicator of this rank. destroy_process_group() raises it too, if gradients were never reduced.
         UnsupportedDtype: the reduce method is not defined for the dtype of one of the `parameters`.
 
-    Source: buckets as in PyTorch DDP (Li et al., VLDB 2020, section 3.2), filled in arrival order as in MegEngine.
+    Source: buckets as in PyTorch DDP (Li et al., VLDB 2020, section 3.2); futures that resolve at the flush as in
+    MegEngine.
     """
 
     def __init__(
@@ -154,37 +147,34 @@ class AllreduceCallback:
         return self._step.threshold_bytes
 
     def __call__(self, param: Any, grad: Any) -> GradientFuture:
-        """Hands over one gradient, and reduces the buckets that this gradient completes.
+        """Hands over one gradient.
 
-        Every rank must call it for the same parameters. Without the option `parameters` the order must be the same too.
-        Until the future is done, the gradient belongs to gradsync: do not write to it. gradsync makes a NumPy gradient
-        read-only until its bucket is reduced, so that a `gradient += ...` raises ValueError ("output array is
-        read-only") instead of being averaged too, or lost. This lock holds only for arrays that gradsync can always
-        unlock: arrays that own their memory, and views of such arrays. The base array of a gradient, and older views,
-        can still be written to. Gradients that live in buckets are not locked.
+            future = sync("weights", gradient)
+
+        In each step every rank must call it for the same parameters, in any order. The values at the end of the block
+        count: you may still write to the array. (On a GPU with `parameters`, the values at the hand-over count: do not
+        write to it until the end of the block.) Gradients of one step must not share memory.
 
         Args:
-            param: the parameter: any hashable name, or an array. Within a rank, gradsync recognises an array by its
-                id(). On different ranks, two arrays count as the same parameter if they have the same index in the
-                order of the calls (or in `parameters`).
-            grad: the gradient: an array of any shape and layout, or a NumPy scalar, float or complex (the future then
-                gives a 0-d array). The callback's reduce method must support the gradient's dtype. The array must be on
-                the communicator's device. On a GPU, the current stream must be the stream that computes the gradient.
-                NCCL takes arrays in host memory too, and copies the results back to the host; but if gradients live in
-                buckets, the futures give views on the device.
+            param: the parameter's name: any hashable value whose repr() is the same on all ranks, such as text, a
+                number, a tuple, an Enum or a dataclass. Or the parameter itself, an array: the ranks know it by its
+                index in the list `parameters`, and without that option by its shape, dtype and bytes at its first use.
+            grad: the gradient: an array of any shape and layout, or a NumPy scalar, float or complex (the result is
+                then a 0-d array). It must be on the communicator's device, and the current stream of a GPU must be the
+                stream that computes it. NCCL takes arrays in host memory too, and copies the results back.
 
         Returns:
-            A future of the reduced gradient. It is not done before gradsync has reduced the gradient's bucket. This
-            happens in this call, in the call for a later gradient, or in flush().
+            A future of the reduced gradient, which is done at the end of the block, or of flush().
 
         Raises:
-            InvalidArgument: the parameter already has a gradient in this step, is not one of the `parameters`, or is
-                not hashable; the gradient is not an array, does not fit `parameters`, shares memory with an earlier
-                gradient of the step, or is in flight in another callback; another call of the callback is still
+            InvalidArgument: the parameter already has a gradient in this step, is not one of the `parameters`, or has a
+                name that differs between ranks; the gradient is not an array, or does not fit `parameters`; the ranks
+                could take this callback for another one of the same line; another call of the callback is still
                 running; or there is no process group.
             UnsupportedDtype: the reduce method is not defined for the gradient's dtype, e.g. the mean of integers.
             BackendUnavailable: gradients live in buckets, and there is not enough memory for the buckets.
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: a collective of the step has failed.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: a bucket was launched on a GPU, or the
+                buckets' memory was allocated, and this failed.
         """
         communicator = self._group or world.current
         if communicator is None or self._backend is not None:
@@ -201,16 +191,21 @@ class AllreduceCallback:
     def gradient_buffers(self) -> Any:
         """Returns arrays inside the buckets, one for each gradient, so that gradsync need not copy gradients into them.
 
-        Every rank must call it, between steps. In each step write the gradients into these arrays and hand the arrays
-        over. gradsync copies a gradient from an array outside the buckets into its bucket. With the backend `shm` the
-        ranks share the memory of the buckets: other ranks may write to an array from its hand-over until its future is
-        done.
+            buffers = sync.gradient_buffers()
+            with sync.backward():
+                np.matmul(x.T, error, out=buffers["weights"])
+                sync("weights", buffers["weights"])
+
+        Every rank must call it, between steps. In each step write the gradients into these arrays, and hand the arrays
+        over. Another array is copied into its bucket, and the result is in the bucket. The mapping is read-only: write
+        `buffers["w"][...] = gradient`.
 
         After the communicator is closed, the arrays stay valid, but gradsync cannot reduce them any more. Arrays that
         an earlier call returned are treated like any other array: gradsync copies them.
 
         Returns:
-            A mapping of names to arrays, or a list of arrays, like the option `parameters`. All elements are zero.
+            A read-only mapping of names to arrays, or a list of arrays, like the option `parameters`. All elements are
+            zero.
 
         Raises:
             InvalidArgument: the callback was constructed without gradient_as_bucket_view, the call is in the middle of
@@ -238,10 +233,11 @@ class AllreduceCallback:
 
             sync.register_hook(in_half_precision)
 
-        gradsync calls the hook with each complete bucket, a gradsync.bucketing.bucket.GradientBucket: `buffer` is a
-        flat array of the bucket's gradients, `op` is "sum" or "mean". The hook leaves the reduced values in `buffer`.
-        Every rank must register a hook, between steps, and the hooks of all ranks must call the same collectives. If a
-        hook raises an error, the step ends as with any other error. On a GPU, the hook works on the current stream.
+        At the end of a step gradsync calls the hook with each bucket, a gradsync.bucketing.bucket.GradientBucket:
+        `buffer` is a flat array of the bucket's gradients, `op` is "sum" or "mean". The hook leaves the reduced values
+        in `buffer`. In a step with unequal weights the values are weighted already, and `op` is "sum". Every rank must
+        register a hook, between steps, and the hooks of all ranks must call the same collectives. If a hook raises an
+        error, the step ends as with any other error. On a GPU, the hook works on the current stream.
         examples/hooks.py has some hooks.
 
         Args:
@@ -277,9 +273,9 @@ class AllreduceCallback:
         """Returns the reduced gradients of the last step, until the next one ends.
 
         Returns:
-            A dict from the names that were handed over to the reduced arrays: the objects that result() gives; with
-            missing="zero", and with a weight of 0, also those that this rank did not hand over. If `parameters` is
-            a list of arrays: a list in its order. Without `parameters`, arrays as names are given as text.
+            A dict from the names that were handed over to the reduced arrays, which are those that result() gives. With
+            missing="zero", and with a weight of 0, it has also what this rank did not hand over. If `parameters` is a
+            list of arrays, a list in its order. Without `parameters`, arrays as names are given as text.
 
         Raises:
             FutureNotReady: a step has begun, and has not ended.
@@ -296,20 +292,20 @@ class AllreduceCallback:
         return {step.param_of(key): value for key, value in found.items()}
 
     def flush(self, *, weight: float | None = None) -> None:
-        """Ends the backward pass: reduces all gradients of the step.
+        """Reduces all gradients of the step, and ends it. The end of `with sync.backward():` calls it.
 
-        Every rank must call it. On the CPU the futures of the step are done when flush() returns. On a GPU flush()
-        makes the current stream wait for the reductions. The host waits too if gradients are in host memory, or if the
-        option `nonfinite` or `clip_norm` is set.
+        Every rank must call it. The futures of the step are done when it returns. On a GPU the current stream waits for
+        the reductions, and the host only if gradients are in host memory, or with `nonfinite` or `clip_norm`.
 
         Args:
-            weight: see backward(); only without `parameters`.
+            weight: see backward(). With `parameters` pass it to backward(), whose buckets may go before the flush.
 
         Raises:
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: a collective of the step has failed.
+            PlanMismatch: the ranks' steps differ.
             MissingGradient, NonFiniteGradient: see the options `missing` and `nonfinite`.
-            InvalidArgument: another call of the callback is still running, there is no process group, or the weight
-                cannot be used.
+            InvalidArgument: two gradients share memory, the weight cannot be used, another call of the callback is
+                still running, or there is no process group.
+            RankFailed, CollectiveTimeout, CommunicatorClosed: a collective of the step has failed.
         """
         if weight is not None:
             if self._step.parameters is not None:
@@ -325,23 +321,21 @@ class AllreduceCallback:
 
     @contextmanager
     def backward(self, *, weight: float | None = None) -> Iterator[None]:
-        """A context manager for a backward pass; calls flush() at its end.
+        """A block for a backward pass; its end calls flush().
 
             with sync.backward(weight=len(batch)):
                 sync("w", gradient_of(batch))
 
-        If the program has called flush() in the block, and has handed over no gradient since then, backward() does not
-        call flush() again.
-
-        If the body or the flush raises, gradsync cancels the futures that are not done, and aborts the communicator, so
-        that the other ranks raise RankFailed instead of waiting. Every rank raises a PlanMismatch or NonFiniteGradient
-        of the callback's own collectives. So after these two errors the communicator stays usable.
+        If the program has called flush() in the block, and has handed over no gradient since, the end does nothing. If
+        the body or the flush raises, the futures are cancelled, and the communicator is aborted, so that the other
+        ranks raise RankFailed instead of waiting. Errors that every rank raises are the exception: after a caught
+        PlanMismatch or NonFiniteGradient of this callback, the communicator stays usable.
 
         Args:
-            weight: this rank's weight in the mean, such as the number of its samples: the results are the sum of
-                weight * gradient over the ranks, divided by the sum of the weights. All ranks must pass a weight, or
-                none. With 0 this rank has no batch: what it hands over is ignored, and it need not hand over anything
-                if it knows the gradients from `parameters` or its last step. If all weights are 0, nothing is reduced,
+            weight: this rank's weight in the mean, usually the number of its samples. The results are
+                sum(weight * gradient) / sum(weight) over the ranks. All ranks pass a weight in a step, or none does.
+                With 0 this rank has no batch: what it hands over is ignored, and it need not hand over anything if it
+                knows the gradients from `parameters` or from its last step. If all weights are 0, nothing is reduced,
                 and `total_weight` is 0.
 
         Raises:

@@ -18,7 +18,7 @@ from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp, check_operation, d
 class Options:
     """The options of a callback. Attributes that are not listed are arguments of AllreduceCallback.
 
-    The constructor checks the options, except two: Planner checks `threshold_bytes`, and known_parameters() checks
+    The constructor checks the options, except two: Step checks `threshold_bytes`, and known_parameters() checks
     `parameters`.
 
     Attributes:
@@ -56,7 +56,7 @@ class Options:
     def settings(self) -> dict[str, str]:
         """Returns the options, except reduce_method, that must be equal on all ranks, with their values as text.
 
-        The digests of the buckets and of the flush depend on these options. Options with default values are left out.
+        The digest of a step depends on these options. Options with default values are left out.
         """
         settings: dict[str, str] = {}
         if self.missing == "zero":
