@@ -1,7 +1,7 @@
 """A small convolutional network with its backward pass, for train_digits.py. This file does not use gradsync.
 
-`backward` yields each gradient as soon as it exists, so that gradsync can send it early. The arrays belong to the
-module `xp`: numpy or cupy.
+`backward` yields each gradient as soon as it exists, so that on GPUs gradsync can reduce it beside the rest of the
+backward pass. The arrays belong to the module `xp`: numpy or cupy.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ def train(comm, steps):
     """Returns weights and bias, in one array, after each step."""
     rng = np.random.default_rng(comm.rank)
     weights, bias, history = np.zeros(3), np.zeros(1), []
+    gs.bcast_list_([weights, bias])
     sync = gs.AllreduceCallback("mean")
     for _ in range(steps):
         sum_weights, sum_bias = np.zeros(3), np.zeros(1)
@@ -27,8 +28,8 @@ def train(comm, steps):
         with sync.backward():  # hand over each sum once; nothing was sent before
             grad_weights = sync("weights", sum_weights)
             grad_bias = sync("bias", sum_bias)
-        weights = weights - 0.1 * grad_weights.result()  # the mean over the ranks
-        bias = bias - 0.1 * grad_bias.result()
+        weights -= 0.1 * grad_weights.result()  # the mean over the ranks
+        bias -= 0.1 * grad_bias.result()
         history.append(np.concatenate([weights, bias]))
     if comm.rank == 0:
         print(f"{sync.statistics.all_reduces} all-reduces for {steps * BATCHES} small batches")

@@ -1,9 +1,9 @@
 """Hooks: functions that reduce the buckets of gradients in their own way. These four send fewer bytes.
 
-`callback.register_hook(hook)` replaces the all-reduce: gradsync calls the hook with each bucket, in the same order on
-every rank. A bucket has `buffer` (its gradients in one flat array, of NumPy or CuPy), `names`, `index`, `communicator`
-and `op` ("sum" or "mean"). The hook leaves the reduced values in `buffer`. The hooks here are for real floating-point
-gradients.
+`callback.register_hook(hook)` replaces the all-reduce: at the end of a step gradsync calls the hook with each bucket,
+in the same order on every rank. A bucket has `buffer` (its gradients in one flat array, of NumPy or CuPy), `names`,
+`index`, `communicator` and `op` ("sum" or "mean"; "sum" if the ranks have unequal weights, which are in the values
+already). The hook leaves the reduced values in `buffer`. The hooks here are for real floating-point gradients.
 
 Run it with `gradsync run -n 2 examples/hooks.py`. Between processes of one machine, fewer bytes make no step faster:
 measure before you use such a hook.
@@ -130,13 +130,14 @@ def train(comm, hook=None, steps=200):
     map_to_learn = np.random.default_rng(99).normal(size=(64, 64)).astype("float32")
     y = x @ map_to_learn + rng.normal(size=(1000, 64)).astype("float32")
     weights = np.zeros((64, 64), "float32")
+    gs.bcast_list_([weights], communicator=comm)
     sync = gs.AllreduceCallback("mean")
     if hook is not None:
         sync.register_hook(hook)
     for _ in range(steps):
         with sync.backward():
             gradient = sync("weights", x.T @ (x @ weights - y) / len(x))
-        weights = weights - 0.1 * gradient.result()
+        weights -= 0.1 * gradient.result()
     return weights
 
 

@@ -15,6 +15,7 @@ with gs.init_process_group() as comm:
     x = rng.normal(size=(256, 3)).astype(np.float16)
     y = x.astype(np.float32) @ np.float32([1.0, 2.0, 3.0])
     weights = np.zeros(3, np.float32)  # the master copy; the model computes in float16
+    gs.bcast_list_([weights])
     sync = gs.AllreduceCallback("mean", nonfinite="skip")
     scale, good_steps = 2.0**20, 0  # far too large: the first steps overflow
 

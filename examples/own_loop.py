@@ -8,14 +8,14 @@ with gs.init_process_group() as comm:  # joins the other ranks that the launcher
     y = x @ [1.0, 2.0, 3.0] + 4.0
     weights, bias = rng.normal(size=3), rng.normal(size=1)
     gs.bcast_list_([weights, bias], root=0)  # all ranks begin with the parameters of rank 0
-    sync = gs.AllreduceCallback("mean")  # packs gradients into buckets of up to 10 MB
+    sync = gs.AllreduceCallback("mean")
 
     for _ in range(100):
         error = x @ weights + bias - y
-        with sync.backward():  # the end of the block reduces the last bucket
-            grad_weights = sync("weights", 2 * error @ x / len(y))  # hand over each gradient as soon as it exists
+        with sync.backward():  # at the end of the block all gradients are averaged over the ranks
+            grad_weights = sync("weights", 2 * error @ x / len(y))  # hand over each gradient, in any order
             grad_bias = sync("bias", 2 * error.mean(keepdims=True))
-        weights -= 0.1 * grad_weights.result()  # the mean over all ranks
+        weights -= 0.1 * grad_weights.result()  # the mean
         bias -= 0.1 * grad_bias.result()
 
     if comm.rank == 0:

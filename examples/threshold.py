@@ -4,7 +4,7 @@
 
 Any launcher will do. Two lines of a loop write the file; without a file, the gradients are those of SHAPES.
 
-    shapes = {name: [str(g.dtype), g.shape] for name, g in gradients.items()}  # as the loop hands them over
+    shapes = {name: [str(g.dtype), g.shape] for name, g in gradients.items()}
     json.dump(shapes, open("shapes.json", "w"))
 """
 
@@ -33,7 +33,8 @@ def measure(comm, shapes, rounds=20, warm_up=2):
         import cupy as xp
 
         wait = xp.cuda.get_current_stream().synchronize
-    syncs = {mb: gs.AllreduceCallback("mean", comm, threshold_bytes=f"{mb} MB") for mb in THRESHOLDS}
+    sizes = {mb: f"{mb} MB" for mb in THRESHOLDS}
+    syncs = {mb: gs.AllreduceCallback("mean", comm, name=size, threshold_bytes=size) for mb, size in sizes.items()}
     seconds = {mb: [] for mb in THRESHOLDS}
     for number in range(warm_up + rounds):
         for mb in THRESHOLDS[:: -1 if number % 2 else 1]:  # in turns, so that a slow moment slows them all

@@ -92,18 +92,18 @@ def share_of(comm: gs.Communicator, xp: Any, batch: Batch) -> Batch:
 
 
 class MomentumSGD:
-    """Stochastic gradient descent with momentum, which reads each gradient from its future."""
+    """Stochastic gradient descent with momentum."""
 
     def __init__(self, parameters: dict[str, Array], momentum: float) -> None:
         self.parameters, self.momentum = parameters, momentum
         self.velocities = {name: parameter * 0 for name, parameter in parameters.items()}
 
-    def step(self, futures: dict[str, gs.GradientFuture], learning_rate: float) -> None:
+    def step(self, gradients: dict[str, Array], learning_rate: float) -> None:
         """Updates every parameter in place."""
-        for name, future in futures.items():
+        for name, gradient in gradients.items():
             velocity = self.velocities[name]
             velocity *= self.momentum
-            velocity += future.result()
+            velocity += gradient
             self.parameters[name] -= learning_rate * velocity
 
 
@@ -153,8 +153,10 @@ def train(
     network = Network(xp, settings.dtype, seed=settings.seed + comm.rank)
     gs.bcast_list_(list(network.parameters.values()), root=0, communicator=comm)
 
-    # (2) The callback takes every gradient, packs gradients into buckets, and reduces each full bucket.
-    sync = gs.AllreduceCallback("mean", comm, threshold_bytes=settings.threshold_bytes)
+    # (2) The callback takes every gradient, and averages all of them over the ranks, in buckets. With the parameters,
+    # in the order of the backward pass, a GPU reduces a bucket as soon as it is complete.
+    in_backward_order = dict(reversed(network.parameters.items()))
+    sync = gs.AllreduceCallback("mean", comm, parameters=in_backward_order, threshold_bytes=settings.threshold_bytes)
 
     optimiser = MomentumSGD(network.parameters, settings.momentum)
     rng = np.random.default_rng(settings.seed)
@@ -164,13 +166,13 @@ def train(
         for batch in global_batches(train_set, settings.global_batch, rng):
             share = share_of(comm, xp, batch)
             logits = network.forward(share.images)
-            futures = {}
             with sync.backward():  # (3) When this block ends, every gradient is reduced.
                 for name, gradient in network.backward(logits, share.labels):
-                    futures[name] = sync(name, gradient)
+                    sync(name, gradient)
             if on_step is not None:
-                on_step(network, batch, {name: future.result() for name, future in futures.items()})
-            optimiser.step(futures, settings.learning_rate * (1 - result.steps / (settings.epochs * steps_per_epoch)))
+                on_step(network, batch, sync.results())
+            progress = result.steps / (settings.epochs * steps_per_epoch)
+            optimiser.step(sync.results(), settings.learning_rate * (1 - progress))
             result.steps += 1
         result.accuracies.append(accuracy_on(test_set, comm, network))
         print_epoch(comm, settings, result.accuracies)

@@ -5,7 +5,7 @@
 
 The text is the output of `help("lists")` and similar calls, a part of Python. Each layer is a function. It returns its
 output, and a function that computes the gradients of its inputs. The backward pass calls these functions in reverse
-order, and hands over each gradient as soon as it exists.
+order, and hands over each gradient.
 """
 
 import argparse
@@ -154,8 +154,9 @@ def main():
             begins = rng.integers(0, len(tokens) - CONTEXT, (BATCH, 1))
             loss, backward = forward(parameters, tokens[begins + np.arange(CONTEXT + 1)])
             with sync.backward():
-                futures = {name: sync(name, gradient) for name, gradient in backward()}
-            optimizer.step({name: future.result() for name, future in futures.items()})
+                for name, gradient in backward():
+                    sync(name, gradient)
+            optimizer.step(sync.results())
             if step % (steps // 5 or 1) == 0:
                 loss = gs.average_gradients(loss)  # any number
                 if comm.rank == 0:

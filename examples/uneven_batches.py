@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: each rank hands over sums, and the number of its samples.
+"""Ranks with different numbers of samples: each rank's weight in the mean is the number of samples in its batch.
 
     gradsync run -n 2 examples/uneven_batches.py
 
@@ -20,22 +20,21 @@ def train(epochs):
     x = rng.normal(size=(SAMPLES, 3))
     y = x @ [1.0, 2.0, 3.0] + 4.0
     weights, bias, history = np.zeros(3), np.zeros(1), []
-    sync = gs.AllreduceCallback("sum")
+    sync = gs.AllreduceCallback("mean", parameters={"weights": weights, "bias": bias})
     for epoch in range(epochs):
         mine = gs.shard_indices(SAMPLES, epoch, uneven="keep")
         batches = iter([mine[begin : begin + BATCH] for begin in range(0, len(mine), BATCH)])
         while True:
-            batch = next(batches, mine[:0])  # a rank without a batch hands over zeros: sums over no samples
-            error = x[batch] @ weights + bias - y[batch]
-            with sync.backward():
-                sum_weights = sync("weights", 2 * error @ x[batch])
-                sum_bias = sync("bias", 2 * error.sum(keepdims=True))
-                samples = sync("samples", np.array(float(len(batch))))
-            total = samples.result()
-            if total == 0:  # no rank has a batch any more: all ranks end the epoch in this step
+            batch = next(batches, mine[:0])  # no samples: this rank has no batch any more
+            with sync.backward(weight=len(batch)):
+                if len(batch):  # a rank whose weight is 0 need not hand over anything
+                    error = x[batch] @ weights + bias - y[batch]
+                    sync("weights", 2 * error @ x[batch] / len(batch))
+                    sync("bias", 2 * error.mean(keepdims=True))
+            if sync.total_weight == 0:  # no rank has a batch any more: all ranks end the epoch in this step
                 break
-            weights = weights - 0.1 * sum_weights.result() / total
-            bias = bias - 0.1 * sum_bias.result() / total
+            weights -= 0.1 * sync.results()["weights"]  # the mean over the samples of all ranks
+            bias -= 0.1 * sync.results()["bias"]
             history.append(np.concatenate([weights, bias]))
     return history
 

@@ -282,7 +282,7 @@ def test_small_ones(run, ranks, name, line):
     ("name", "environment", "code", "word"),
     [
         ("raises.py", {}, 1, "failed with exit code 1"),
-        ("disagrees.py", {}, 0, "hand over gradients in the same order"),  # it catches the error and prints it
+        ("disagrees.py", {}, 0, "'dense' is missing here on rank 1"),  # it catches the error and prints it
         ("dies.py", {}, 137, "was killed by SIGKILL"),
         ("stalls.py", {"GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS": "3"}, 1, "CollectiveTimeout"),
     ],
