@@ -201,8 +201,9 @@ def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any
     Raises:
         PlanMismatch: the ranks have different names (then the error message lists the names that each rank lacks), or
             different values of `average`. All ranks raise this error.
-        InvalidArgument: input_dict is not a mapping, a value is not a scalar of at most 64 bits (128 if complex), a sum
-            of integers needs more than 64 bits, or the ranks' types have no common type. All ranks raise this error.
+        InvalidArgument: input_dict is not a mapping, a value is masked or is not a scalar of at most 64 bits (128 if
+            complex), a sum of integers needs more than 64 bits, or the ranks' types have no common type. All ranks
+            raise this error.
         RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
     world = _ranks_of(None, "reduce_dict")
@@ -252,6 +253,8 @@ def _contribution(input_dict: Mapping[Any, Any]) -> dict[Any, np.generic] | str:
 
 def _scalar(name: Any, value: Any) -> np.generic:
     """Converts a value to a NumPy scalar of the same precision; waits for the GPU if the value is on a GPU."""
+    if isinstance(value, np.ma.MaskedArray):  # its hidden value would count
+        raise InvalidArgument(f"{name!r} is masked: pass a number that counts, or leave the name out on all ranks")
     if isinstance(value, (bool, int, float, complex, np.generic, np.ndarray)):
         array = np.asarray(value)
     elif hasattr(value, "__dlpack__") and not tuple(value.shape):

@@ -131,7 +131,6 @@ def test_bcast_list_refuses_before_anything_is_sent(comm):
     assert (arrays.get(first) == 0).all()
 
 
-@pytest.mark.xfail(raises=(gs.PlanMismatch, gs.RankFailed), reason="until bucketing is rebuilt: rank 1 alone raises")
 @pytest.mark.parametrize("name", ["bcast_list_", "broadcast_tree"])
 def test_an_array_that_one_rank_cannot_write_to_fails_all_ranks_alike(run_in_group, name):
     def broadcast(comm):

@@ -15,11 +15,11 @@ import numpy as np
 from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import Agreement, Description, array_text, digest_of
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.for_bucketing import broadcast_list
+from gradsync.communicators.for_bucketing import arrays_of, broadcast_list, exchange_numbers, native_array
 from gradsync.communicators.groups import NonMember
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.world import group_or_world
-from gradsync.errors import InvalidArgument
+from gradsync.errors import InvalidArgument, name_ranks
 from gradsync.reduction import Array, parse_reduce_method
 
 Shape = Sequence[int]
@@ -165,8 +165,8 @@ def bcast_list_(
 
     Raises:
         InvalidArgument: the root is outside the communicator; `arrays` is not a list of arrays; on a rank other than
-            the root, an array is read-only, or its elements share memory; or both `communicator` and `group` are
-            passed. Nothing was sent.
+            the root, an array is read-only, or its elements share memory (all ranks raise this); or both `communicator`
+            and `group` are passed. Nothing was sent.
         UnsupportedDtype: the elements of an array are Python objects.
         PlanMismatch: the ranks' lists differ in length, shapes, dtypes or root. Nothing was sent.
         RankFailed, CollectiveTimeout, CommunicatorClosed: the collective has failed.
@@ -180,10 +180,8 @@ def bcast_list_(
         kind = "a mapping: pass list(parameters.values())" if isinstance(arrays, Mapping) else "one array: pass [array]"
         raise InvalidArgument(f"{communicator.label}: bcast_list_ needs a list of arrays, got {kind}")
     named = [
-        (f"array {i}", communicator._native_array(array, f"bcast_list_, array {i}")) for i, array in enumerate(arrays)
+        (f"array {i}", native_array(communicator, array, f"bcast_list_, array {i}")) for i, array in enumerate(arrays)
     ]
-    if communicator.rank != root:
-        check_writable("bcast_list_", named, communicator)
     broadcast_named("bcast_list_", named, root, communicator)
 
 
@@ -212,7 +210,7 @@ def pack_allreduce_split(
     """
     communicator = group_or_world(group, "pack_allreduce_split")
     op = parse_reduce_method(reduce_method, "reduce_method")
-    natives = [communicator._native_array(array, "pack_allreduce_split") for array in pack_list]
+    natives = [native_array(communicator, array, "pack_allreduce_split") for array in pack_list]
     offsets = get_offsets(shapes)
     if offsets != get_offsets([native.shape for native in natives]):
         raise InvalidArgument(
@@ -240,20 +238,24 @@ def communicator_and_root(what: str, communicator: Communicator | None, root: in
     return communicator, number
 
 
-def check_writable(what: str, named: Sequence[tuple[str, Array]], communicator: Communicator) -> None:
-    """Raises InvalidArgument if a broadcast cannot write into an array; the error names the first such array."""
-    for name, native in named:
-        writeable = communicator._arrays.writeable(native)
-        if not writeable or overlaps_itself(native):
-            kind = "overlaps itself" if writeable else "is read-only"
-            raise InvalidArgument(
-                f"{communicator.label}: {what} writes into the given arrays, but {name} {kind}: pass a copy"
-            )
-
-
 def broadcast_named(what: str, named: Sequence[tuple[str, Array]], root: int, communicator: Communicator) -> None:
-    """Broadcasts arrays after the ranks have agreed on their names, shapes and dtypes."""
+    """Broadcasts arrays after the ranks have agreed on their names, shapes and dtypes, and that all can be written to.
+
+    Raises:
+        InvalidArgument: a rank cannot write into one of its arrays. All ranks raise it.
+    """
     lines = tuple([f"{name}: {array_text(native.dtype, native.shape)}" for name, native in named])
     described = Description(f"{what} of {len(lines)} arrays from root {root}", lines)
     agreement = Agreement(digest_of(what, root, lines), lambda: described)
+    arrays, refused = arrays_of(communicator), len(named)
+    if communicator.rank != root:
+        writable = [arrays.writeable(native) and not overlaps_itself(native) for _, native in named]
+        refused = writable.index(False) if False in writable else refused
+    by_rank = [number for [number] in exchange_numbers(communicator, what, [refused], agreement)]
+    if (first := min(by_rank)) < len(named):
+        ranks = [rank for rank, number in zip(communicator.ranks, by_rank, strict=True) if number == first]
+        raise InvalidArgument(
+            f"{communicator.label}: {what} writes into the given arrays, but {named[first][0]} is read-only or "
+            f"overlaps itself on {name_ranks(ranks)}: pass a copy; nothing was written"
+        )
     broadcast_list(communicator, [native for _, native in named], root, agreement)

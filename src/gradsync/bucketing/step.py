@@ -607,6 +607,10 @@ class Step:
         """Returns the results of the last step, by key, in the order of hand-over."""
         return self._results
 
+    def forget_results(self) -> None:
+        """Lets go of the results of the last step."""
+        self._results = {}
+
     def param_of(self, key: Hashable) -> Any:
         """Returns what the program calls a gradient: its name, or the text that names an array."""
         its = self._known[key]
@@ -617,8 +621,7 @@ class Step:
     def _end_step(self, completion: Completion | None) -> None:
         self.statistics.steps += bool(self._grads)
         self.statistics.gradients += len(self._grads)
-        if self._grads:
-            self._results = self._grads | self._values if self._values else self._grads
+        self._results = self._grads | self._values if self._values else self._grads
         end = self._end
         self.ended += 1
         self._begin()

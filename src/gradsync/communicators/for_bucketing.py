@@ -65,6 +65,12 @@ def compare(communicator: Communicator, agreement: Agreement) -> None:
     communicator._agree(agreement)
 
 
+def kept(communicator: Communicator) -> dict[Any, Any]:
+    """Returns a dict for what bucketing keeps as long as the communicator lives."""
+    mapping: dict[Any, Any] = vars(communicator).setdefault("_kept_for_bucketing", {})
+    return mapping
+
+
 # -- Arrays and streams -----------------------------------------------------------------------------------------------
 
 
