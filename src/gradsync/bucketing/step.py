@@ -51,7 +51,10 @@ from gradsync.communicators.for_bucketing import (
     check_stream,
     compare,
     exchange_numbers,
+    flats_of,
+    follow_work,
     has_failed,
+    mark_end,
     mark_work,
     reduce_list,
     runs_beside_host,
@@ -167,8 +170,9 @@ class Step:
         self._values: dict[Hashable, Any] = {}  # the results that are not in `_grads`
         self._end = CollectiveEnd(None if self._communicator is None else timeout_seconds(self._communicator))
         self._weight: float | None = None
-        self._launched: list[Completion | None] = []  # of the buckets that were launched before the flush
-        self._marks: list[Any] = []
+        self._launched: list[Completion | None] = []  # of the buckets that have been reduced, or launched on a GPU
+        self._marks: set[Any] = set()  # on a GPU: of the work that makes the gradients, one for each stream
+        self._overlaps = OverlapCheck()
         self._factor: tuple[ReduceOp, float] | None = None
 
     # -- Before a step ------------------------------------------------------------------------------------------------
@@ -275,6 +279,8 @@ class Step:
         if its is None or its.shape != native.shape or its.dtype != native.dtype:
             its = self._learn(param, key, name, native, its, communicator)
         arrays = arrays_of(communicator)
+        if beside_host and self._is_fixed and self._memory is None:  # its bucket may be launched before the flush
+            self._overlaps.claim(native, its.name, arrays, communicator.label)
         value: Any = grad
         if self._options.gradient_as_bucket_view:
             self._ensure_memory(communicator)
@@ -282,6 +288,9 @@ class Step:
             value = self._memory.views[key]
             if self._memory.holds(key, native):
                 value = grad
+            elif beside_host:  # now, on the stream that makes it
+                arrays.assign(native, value)
+                native = value
             else:
                 self._elsewhere[key] = _Elsewhere(native, value)
         elif not arrays.writeable(native) or overlaps_itself(native):
@@ -289,11 +298,12 @@ class Step:
             self._elsewhere[key] = _Elsewhere(native, value)
         elif not arrays.is_viewed_flat(native):
             self._elsewhere[key] = _Elsewhere(native, native)
+        if beside_host:
+            self._marks.add(mark_work(communicator))
         self._grads[key] = native
         self._values[key] = value
         future = GradientFuture(its.name, self._end, value)
         if beside_host and self._is_fixed:
-            self._marks.append(mark_work(communicator))
             self._launch_complete(communicator)
         return future
 
@@ -363,7 +373,9 @@ class Step:
             check_stream(communicator, "flush()")
         began = time.perf_counter()
         self._end.has_begun = True
-        self.norm, self.skip_step, self.total_weight = None, False, self._weight
+        self.norm, self.skip_step = None, False
+        if self._factor is None:  # else it was exchanged before an early launch
+            self.total_weight = None
         try:
             self._is_busy = True
             if self._grads or self._weight is not None or (self._is_fixed and self._options.missing == "zero"):
@@ -381,8 +393,9 @@ class Step:
 
     def _reduce(self, communicator: Communicator) -> Completion | None:
         """Compares and reduces the step; returns the end of what was launched on a GPU."""
+        beside_host = runs_beside_host(communicator)
         if self._weight == 0.0:
-            self._drop_own()
+            self._drop_own(communicator)
         self._fill_missing(communicator)
         plan = self._planned()
         weighted = self._weight is not None
@@ -395,91 +408,72 @@ class Step:
         self._check_overlaps(communicator)
         if trace.active is not None and self._grads:
             trace.active.end_step(communicator.recorder, self.count)
-        flats: list[tuple[Bucket, list[Array]]] = []
-        completion: Completion | None = None
-        for number, bucket in enumerate(plan.buckets):
-            if number < len(self._launched):
-                completion = self._launched[number]
-                flats.append((bucket, self._flats_of(bucket, communicator, read=False)))
-                continue
-            reduced, completion = self._reduce_bucket(bucket, plan, communicator, op, factor)
-            flats.append((bucket, reduced))
-        if completion is not None:
-            completion.order()
-        self._look_at_values(flats, communicator)
-        return completion
+        if beside_host:
+            self._marks.add(mark_work(communicator))
+        for bucket in plan.buckets[len(self._launched) :]:
+            self._launched.append(self._reduce_bucket(bucket, plan, communicator, op, factor))
+        self._order_launched()
+        self._look_at_values(plan, communicator)
+        if beside_host and (self._hook is not None or self._options.clip_norm is not None):
+            return mark_end(communicator)  # what they have written on the current stream is the result
+        return self._launched[-1] if self._launched else None
 
     def _reduce_bucket(
         self, bucket: Bucket, plan: _Plan, communicator: Communicator, op: ReduceOp, factor: float
-    ) -> tuple[list[Array], Completion | None]:
-        """Reduces one bucket; returns its flat arrays with the reduced values."""
+    ) -> Completion | None:
+        """Reduces one bucket; returns the end of its reduction on a GPU."""
         agreement = plan.agreements[self._weight is not None][bucket.number]
-        flats = self._flats_of(bucket, communicator)
+        natives, targets = self._arrays_of(bucket, communicator)
         self.statistics.all_reduces += 1
         self.statistics.bytes_all_reduced += bucket.size_bytes
-        if self._hook is not None:
-            if bucket.number == 0:
-                compare(communicator, agreement)
-            if factor != 1.0:
-                arrays_of(communicator).multiply_in_place(flats, factor)
-            run_hook(self._hook, bucket, flats, communicator, op.value)
-            completion = None
-        else:
-            after = (
-                [self._marks.pop()]
-                if self._marks
-                else ([mark_work(communicator)] if runs_beside_host(communicator) else None)
-            )
-            self._marks.clear()
-            targets = []
-            if runs_beside_host(communicator) and self._memory is None:  # from the host, back to the host
-                targets = [self._grads[key] for key in bucket.keys]
-            completion = reduce_list(communicator, flats, op, agreement, factor=factor, targets=targets, after=after)
-        if self._elsewhere and self._memory is None:
-            arrays = arrays_of(communicator)
-            for key, flat in zip(bucket.keys, flats, strict=True):
-                if key in self._elsewhere:
-                    target = self._elsewhere[key].target
-                    if completion is not None:
-                        completion.order()
-                    arrays.assign(flat.reshape(target.shape), target)
-        return flats, completion
+        if self._hook is None:
+            return reduce_list(communicator, natives, op, agreement, factor=factor, targets=targets, after=self._marks)
+        if bucket.number == 0:
+            compare(communicator, agreement)
+            follow_work(communicator, self._marks)
+        arrays, flats = arrays_of(communicator), natives
+        if targets is not None:
+            flats = flats_of(communicator, natives, targets)
+        if factor != 1.0:
+            arrays.multiply_in_place(flats, factor)
+        run_hook(self._hook, bucket, flats, communicator, op.value)
+        for flat, target in zip(flats, targets or (), strict=False):
+            arrays.write_back(flat, target)
+        return None
 
-    def _flats_of(self, bucket: Bucket, communicator: Communicator, *, read: bool = True) -> list[Array]:
-        """Returns the values of a bucket's gradients as flat arrays, in which they are reduced."""
-        arrays, elsewhere = arrays_of(communicator), self._elsewhere
+    def _arrays_of(self, bucket: Bucket, communicator: Communicator) -> tuple[list[Array], list[Array] | None]:
+        """Returns the arrays with the values of a bucket, and those for the results: None if they are flat as well."""
+        elsewhere = self._elsewhere
         if self._memory is not None:
-            for key in bucket.keys if read and elsewhere else ():
+            for key in bucket.keys if elsewhere else ():
                 if key in elsewhere:
-                    arrays.assign(elsewhere[key].native, elsewhere[key].target)
-            return [self._memory.flats[bucket.number]]
-        if not elsewhere and not runs_beside_host(communicator):
-            return [self._grads[key].reshape(-1) for key in bucket.keys]
-        flats = []
-        for key in bucket.keys:
-            native = self._grads[key]
-            if key in elsewhere:
-                flat = arrays.scratch(native.size, native.dtype)
-                arrays.assign(native, flat.reshape(native.shape))
-            else:
-                flat = arrays.flat(native)
-            flats.append(flat)
-        return flats
+                    arrays_of(communicator).assign(elsewhere[key].native, elsewhere[key].target)
+            return [self._memory.flats[bucket.number]], None
+        if not elsewhere:
+            return [self._grads[key].reshape(-1) for key in bucket.keys], None
+        natives = [elsewhere[key].native if key in elsewhere else self._grads[key] for key in bucket.keys]
+        return natives, [self._result_of(key) for key in bucket.keys]
+
+    def _order_launched(self) -> None:
+        """Makes the current stream wait for what was launched, and the host for results in host memory."""
+        for completion in self._launched:
+            if completion is not None:
+                completion.order()
 
     def _check_overlaps(self, communicator: Communicator) -> None:
         """Refuses gradients that share memory: their results would be mixed."""
-        grads = self._grads
-        if self._memory is not None:
+        grads, beside_host = self._grads, runs_beside_host(communicator)
+        if self._memory is not None or (beside_host and self._is_fixed):  # those have been looked at one by one
             return
-        if not runs_beside_host(communicator) and len(set(map(id, grads.values()))) == len(grads):
+        if not beside_host and len(set(map(id, grads.values()))) == len(grads):
             for base in map(_base_of, grads.values()):
                 if base is not None:
                     break
             else:
                 return  # each owns its memory
-        overlaps, arrays = OverlapCheck(), arrays_of(communicator)
+        arrays = arrays_of(communicator)
         for key, native in grads.items():
-            overlaps.claim(native, self._known[key].name, arrays, communicator.label)
+            self._overlaps.claim(native, self._known[key].name, arrays, communicator.label)
 
     # -- Missing gradients and weights --------------------------------------------------------------------------------
 
@@ -517,13 +511,18 @@ class Step:
             arrays.zero(zeros)
             self._grads[key] = self._values[key] = zeros
 
-    def _drop_own(self) -> None:
+    def _drop_own(self, communicator: Communicator) -> None:
         """Ignores what this rank has handed over: its weight is 0, and the gradient of an empty batch is NaN."""
+        arrays = arrays_of(communicator)
+        if self._marks:
+            follow_work(communicator, self._marks)
         for key, native in self._grads.items():
             if key in self._elsewhere:
-                self._elsewhere[key] = self._elsewhere[key]._replace(native=np.zeros_like(native))
+                zeros = arrays.empty_like(native)
+                self._elsewhere[key] = self._elsewhere[key]._replace(native=zeros)
+                zeros[...] = 0
             else:
-                native[...] = 0
+                arrays.zero(native)
 
     def _agreed_factor(self, communicator: Communicator) -> tuple[ReduceOp, float]:
         """Returns the operator, and the factor of this rank's values; the ranks exchange their weights."""
@@ -551,15 +550,23 @@ class Step:
             bucket = plan.buckets[len(self._launched)]
             if not all(key in self._grads for key in bucket.keys):
                 return
-            op, factor = self._agreed_factor(communicator)
-            if self._weight is not None and self.total_weight == 0.0:
-                return
-            self._check_overlaps(communicator)
-            self._launched.append(self._reduce_bucket(bucket, plan, communicator, op, factor)[1])
+            began = time.perf_counter()
+            try:
+                self._is_busy = True
+                op, factor = self._agreed_factor(communicator)
+                if self._weight is not None and self.total_weight == 0.0:
+                    return
+                self._launched.append(self._reduce_bucket(bucket, plan, communicator, op, factor))
+            except BaseException as error:
+                self.fail(error)
+                raise
+            finally:
+                self._is_busy = False
+                self.statistics.communication_seconds += time.perf_counter() - began
 
     # -- Values -------------------------------------------------------------------------------------------------------
 
-    def _look_at_values(self, reduced: Sequence[tuple[Bucket, list[Array]]], communicator: Communicator) -> None:
+    def _look_at_values(self, plan: _Plan, communicator: Communicator) -> None:
         """Computes the norm of the reduced gradients, checks that they are finite, and clips them.
 
         Raises:
@@ -568,7 +575,10 @@ class Step:
         options, arrays = self._options, arrays_of(communicator)
         if options.clip_norm is None and options.nonfinite == "off":
             return
-        flats = [flat for _, of_bucket in reduced for flat in of_bucket]
+        if self._memory is not None:
+            flats = self._memory.flats
+        else:
+            flats = [arrays.flat(self._result_of(key)) for bucket in plan.buckets for key in bucket.keys]
         agreement = self._events.of("norm of the reduced gradients")
 
         def exchange(numbers: Sequence[int]) -> list[list[int]]:
@@ -578,7 +588,7 @@ class Step:
         if options.clip_norm is not None:
             self.norm = norm
         if not np.isfinite(norm) and options.nonfinite != "off":
-            names = set(self._names_of_nonfinite(reduced, communicator))
+            names = set(self._names_of_nonfinite(communicator))
             names_in_order = [name for key in self._grads if (name := self._known[key].name) in names]
             if options.nonfinite == "raise":
                 raise NonFiniteGradient(
@@ -590,9 +600,7 @@ class Step:
         elif options.clip_norm is not None and (factor := clip_factor(norm, options.clip_norm)) < 1.0:
             arrays.multiply_in_place([self._result_of(key) for key in self._grads], factor)
 
-    def _names_of_nonfinite(
-        self, reduced: Sequence[tuple[Bucket, list[Array]]], communicator: Communicator
-    ) -> list[str]:
+    def _names_of_nonfinite(self, communicator: Communicator) -> list[str]:
         named = [(self._known[key].name, self._result_of(key)) for key in self._grads]
         arrays = arrays_of(communicator)
         return nonfinite_names([(name, arrays.flat(native)) for name, native in named], arrays)
@@ -631,10 +639,8 @@ class Step:
         """Ends the step with an error, which its futures raise; forgets all arrays."""
         if isinstance(error, _RAISED_ON_ALL):
             self.raised_on_all = error
-        for completion in self._launched:
-            if completion is not None:
-                with suppress(GradsyncError):
-                    completion.order()
+            with suppress(GradsyncError):  # all ranks have launched these buckets, so they end soon
+                self._order_launched()
         end = self._end
         self.ended += 1
         self._results = {}

@@ -8,7 +8,7 @@ get their arrays as bytes (uint8). docs/architecture.md shows how to write a bac
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -326,7 +326,7 @@ class Backend(ABC):
         return stream
 
     def launching(
-        self, stream: Any, producers: Sequence[Any] | None = None
+        self, stream: Any, producers: Collection[Any] | None = None
     ) -> AbstractContextManager[Completion | None]:
         """Returns the context manager in which the methods that move data are called.
 
@@ -334,9 +334,8 @@ class Backend(ABC):
 
         Args:
             stream: the stream for the work; by default the current stream.
-            producers: marks (see mark_work) of the work that must end before this work begins. If `producers` is a
-                sequence, even an empty one, the work runs on the communicator's own stream. If `producers` is None, the
-                work runs on `stream`.
+            producers: marks (see mark_work) of the work that must end before this work begins. If they are given, even
+                none, the work runs on the communicator's own stream. If `producers` is None, it runs on `stream`.
         """
         return _INLINE
 

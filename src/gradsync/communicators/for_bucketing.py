@@ -5,7 +5,7 @@ The arguments are not checked, because bucketing has checked them. The public co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from gradsync.communicators.agreement import Agreement
@@ -17,25 +17,27 @@ from gradsync.reduction import Array, ReduceOp
 
 def reduce_list(
     communicator: Communicator,
-    flats: Sequence[Array],
+    natives: Sequence[Array],
     op: ReduceOp,
     agreement: Agreement,
     *,
     factor: float = 1.0,
-    targets: Sequence[Array] = (),
-    after: Sequence[Any] | None = None,
+    targets: Sequence[Array] | None = None,
+    after: Collection[Any] = (),
 ) -> Completion | None:
-    """Reduces flat arrays of one dtype over the ranks, in place, as one collective. Every rank must call it.
+    """Reduces arrays of one dtype over the ranks as one collective. Every rank must call it.
+
+    On a GPU it runs on the communicator's own stream, beside the host.
 
     Args:
         communicator: whose ranks take part.
-        flats: flat writable arrays (see ArrayKind) of the same sizes on all ranks.
+        natives: the values, in the same sizes on all ranks.
         op: an operator that the dtype supports.
         agreement: what all ranks must be about to do; they compare it before data moves.
         factor: multiplies this rank's values before they are reduced; it may differ between ranks.
-        targets: native arrays: the values of the flat array with the same index go there too, if it is no view of it.
-        after: marks of work (see mark_work) that makes the values: the reduction then runs on the communicator's own
-            stream, beside the host. None: on the current stream.
+        targets: where the results go, native arrays of any layout: the array of the same index itself, or another one.
+            None: the arrays are flat (see ArrayKind), and are reduced in place.
+        after: marks of the work that makes the values and frees the targets; see mark_work.
 
     Returns:
         The Completion of what was launched on a GPU; None on the CPU, where the results are there.
@@ -45,11 +47,15 @@ def reduce_list(
     """
     backend = communicator._backend
     with communicator._lifetime.collective("all_reduce", agreement), backend.launching(None, after) as launch:
+        flats = natives
+        if targets is not None:
+            backend.keep(*natives)
+            flats = flats_of(communicator, natives, targets)
         if factor != 1.0:
             communicator._arrays.multiply_in_place(flats, factor)
         backend.all_reduce(flats, flats, op, agreement)
-        for flat, native in zip(flats, targets, strict=False):
-            backend.bring_back(flat, native, launch)
+        for flat, target in zip(flats, targets or (), strict=False):
+            backend.bring_back(flat, target, launch)
     return launch
 
 
@@ -84,6 +90,21 @@ def native_array(communicator: Communicator, array: Any, what: str) -> Array:
     return communicator._native_array(array, what)
 
 
+def flats_of(communicator: Communicator, natives: Sequence[Array], targets: Sequence[Array]) -> list[Array]:
+    """Returns the values of arrays as flat arrays, which share memory with their targets wherever they can.
+
+    ArrayKind.write_back brings the others to their targets. On a GPU all runs on the current stream.
+    """
+    arrays, flats = communicator._arrays, []
+    for native, target in zip(natives, targets, strict=True):
+        if native is not target and arrays.is_viewed_flat(target):
+            arrays.assign(native, target)
+            flats.append(arrays.flat(target))
+        else:
+            flats.append(arrays.flat(native))
+    return flats
+
+
 def runs_beside_host(communicator: Communicator) -> bool:
     """Whether reductions run on a GPU, beside the host."""
     return communicator._runs_beside_host
@@ -97,6 +118,16 @@ def check_stream(communicator: Communicator, what: str) -> None:
 def mark_work(communicator: Communicator) -> Any:
     """Marks the end of the work that is queued on the current stream, for reduce_list(after=)."""
     return communicator._mark_work()
+
+
+def follow_work(communicator: Communicator, marks: Collection[Any]) -> None:
+    """Makes the current stream wait for marked work; see mark_work."""
+    communicator._follow_work(list(marks))
+
+
+def mark_end(communicator: Communicator) -> Completion | None:
+    """Returns the end of the work that is queued on the current stream, for futures; None on the CPU."""
+    return communicator._mark_end()
 
 
 def timeout_seconds(communicator: Communicator) -> float:

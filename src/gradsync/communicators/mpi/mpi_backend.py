@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -251,7 +251,7 @@ class MpiBackend(Backend):
         return self._flat[:size]
 
     def launching(
-        self, stream: Any, producers: Sequence[Any] | None = None
+        self, stream: Any, producers: Collection[Any] | None = None
     ) -> AbstractContextManager[Completion | None]:
         return self._requests
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import pairwise
 from types import TracebackType
@@ -390,7 +390,7 @@ class NcclBackend(Backend):
             refuse_capturing(checked, self.label, what)
         return checked
 
-    def launching(self, stream: Any, producers: Sequence[Any] | None = None) -> _Launching:
+    def launching(self, stream: Any, producers: Collection[Any] | None = None) -> _Launching:
         self._watched.raise_failure()
         return _Launching(self, stream, producers)
 
@@ -428,7 +428,7 @@ class NcclBackend(Backend):
 class _Launching:
     """A context manager for one launch: orders the launch after other work, records its end, and raises failures."""
 
-    def __init__(self, backend: NcclBackend, stream: Any, producers: Sequence[Any] | None) -> None:
+    def __init__(self, backend: NcclBackend, stream: Any, producers: Collection[Any] | None) -> None:
         self._backend = backend
         self._stream = stream
         self._producers = producers
@@ -518,7 +518,7 @@ def _copy_bytes(source: Any, target: Any) -> None:
         target.data.copy_from_device_async(source.data, source.size)
 
 
-def _follow(stream: Any, marks: Sequence[Any]) -> None:
+def _follow(stream: Any, marks: Collection[Any]) -> None:
     """Makes a stream wait for each of the events once, even if several gradients of a bucket have the same event."""
     for event in set(marks):
         stream.wait_event(event)
