@@ -12,7 +12,7 @@ from gradsync.errors import InvalidArgument
 _HOOK = "register_hook() takes a function of the bucket; examples/hooks.py has float16, bfloat16, int8 and PowerSGD"
 _FEW_LINES = "examples/torch_loop.py and examples/jax_loop.py average gradients in a few lines of your own"
 _ADD_UP = "add gradients up in arrays of your own, and hand over each sum once"
-_UNEVEN = "docs/uneven.md shows the two lines that average over uneven batches"
+_UNEVEN = "with sync.backward(weight=len(batch)): a rank without a batch passes 0 (docs/uneven.md)"
 _SIZES = "pass the number of rows of each rank; comm.all_gather(np.array([len(array)])) gives this list"
 _REPORT = "the launcher's report shows where each rank is, and print(comm.recorder) the last collectives"
 _COMPARED = "leave it out: the ranks compare every collective before data moves, on every backend"
@@ -33,6 +33,7 @@ REMOVED: dict[str, dict[str, str]] = {
         "no_sync": _ADD_UP,
         "discard": "leave it out: hand over nothing that you do not want to reduce",
         "join": _UNEVEN,
+        "filled": "sync.results() has all results of the step, also those of gradients that this rank lacked",
         "dump_shapes": "two lines of Python write the shapes: examples/threshold.py shows them",
     },
     "init_process_group": {"debug": _COMPARED},

@@ -62,7 +62,7 @@ def test_errors_pickle_and_are_public(kind):
             {"rank": 3, "phase": "all_reduce", "exit_code": -9, "traceback_text": "...", "results": {0: 1}},
         ),
         (gs.PlanMismatch, {"index": 2, "descriptions": {0: "a", 1: "b"}}),
-        (gs.NonFiniteGradient, {"rank": 1, "parameter": "w", "parameters": {1: "w"}}),
+        (gs.NonFiniteGradient, {"parameters": ("w", "b")}),
         (gs.MissingGradient, {"index": 2}),
     ],
 )
