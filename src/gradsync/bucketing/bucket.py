@@ -20,7 +20,7 @@ from gradsync.bucketing.lists import array_module
 from gradsync.communicators.agreement import array_text
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import arrays_of
-from gradsync.errors import InvalidArgument
+from gradsync.errors import BackendUnavailable, InvalidArgument, size_text
 from gradsync.reduction import Array, dtype_of
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
@@ -131,11 +131,14 @@ def list_of_names(names: Sequence[str]) -> str:
 
 
 class BucketMemory:
-    """The memory of all buckets of a plan. The communicator's ranks reduce it in place.
+    """The memory of all buckets of a plan, which is reduced in place.
 
     Attributes:
         views: the part of each gradient, by its key.
         flats: each bucket as one flat array.
+
+    Raises:
+        BackendUnavailable: there is not enough memory.
     """
 
     def __init__(self, buckets: Sequence[Bucket], communicator: Communicator) -> None:
@@ -146,15 +149,21 @@ class BucketMemory:
         self._names = {
             key: spec.name for bucket in buckets for key, spec in zip(bucket.keys, bucket.specs, strict=True)
         }
-        for bucket in buckets:
-            flat = arrays.scratch(bucket.size_bytes // bucket.dtype.itemsize, bucket.dtype)
-            arrays.zero(flat)
-            self.flats.append(flat)
-            begin = 0
-            for key, spec in zip(bucket.keys, bucket.specs, strict=True):
-                end = begin + prod(spec.shape)
-                self.views[key] = flat[begin:end].reshape(spec.shape)
-                begin = end
+        try:
+            for bucket in buckets:
+                flat = arrays.scratch(bucket.size_bytes // bucket.dtype.itemsize, bucket.dtype)
+                arrays.zero(flat)
+                self.flats.append(flat)
+                begin = 0
+                for key, spec in zip(bucket.keys, bucket.specs, strict=True):
+                    end = begin + prod(spec.shape)
+                    self.views[key] = flat[begin:end].reshape(spec.shape)
+                    begin = end
+        except (MemoryError, ValueError) as error:  # NumPy says ValueError for more bytes than an integer can count
+            size_bytes = sum(bucket.size_bytes for bucket in buckets)
+            raise BackendUnavailable(
+                f"{self._label}: not enough memory for the buckets, {size_text(size_bytes)}: {error}"
+            ) from error
         self._bounds = [arrays.byte_bounds(flat) for flat in self.flats if flat.size]
 
     def holds(self, key: Hashable, native: Array) -> bool:

@@ -24,7 +24,7 @@ from gradsync.communicators import world
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.lifetime import culprit_of
 from gradsync.communicators.world import group_or_world
-from gradsync.errors import FutureNotReady, GradientCancelled, InvalidArgument, PlanMismatch, describe
+from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch, describe
 from gradsync.futures import GradientFuture
 from gradsync.reduction import ReduceOp, parse_reduce_method
 from gradsync.removed import no_attribute, refuse_removed
@@ -270,7 +270,9 @@ class AllreduceCallback:
         return self._step.total_weight
 
     def results(self) -> Any:
-        """Returns the reduced gradients of the last step, until the next one ends.
+        """Returns the reduced gradients of the last step, until the next backward().
+
+        It is empty after a step that failed, and after one whose weights were all 0.
 
         Returns:
             A dict from the names that were handed over to the reduced arrays, which are those that result() gives. With
@@ -281,10 +283,6 @@ class AllreduceCallback:
             FutureNotReady: a step has begun, and has not ended.
         """
         step = self._step
-        if step.count:
-            raise FutureNotReady(
-                "results() is not ready: it gives the gradients of the last step, and a step has begun"
-            )
         found = step.results()
         given = step.parameters
         if given is not None and not isinstance(given, Mapping):
@@ -313,11 +311,11 @@ class AllreduceCallback:
                     "flush(weight=) is not for callbacks with parameters=, whose buckets may be launched before the "
                     "flush: pass the weight to backward(weight=)"
                 )
-            self._step.set_weight(self._checked_weight(weight))
+            weight = self._checked_weight(weight)
         communicator = self._group or world.current
         if communicator is None or self._backend is not None:
             communicator = self._communicator()
-        self._step.flush(communicator)
+        self._step.flush(communicator, weight)
 
     @contextmanager
     def backward(self, *, weight: float | None = None) -> Iterator[None]:
@@ -336,14 +334,13 @@ class AllreduceCallback:
                 sum(weight * gradient) / sum(weight) over the ranks. All ranks pass a weight in a step, or none does.
                 With 0 this rank has no batch: what it hands over is ignored, and it need not hand over anything if it
                 knows the gradients from `parameters` or from its last step. If all weights are 0, nothing is reduced,
-                and `total_weight` is 0.
+                `total_weight` is 0, and the futures raise GradientCancelled.
 
         Raises:
             InvalidArgument: the weight is not a finite number of at least 0, or the reduce method is "sum".
         """
         step = self._step
-        if weight is not None:
-            step.set_weight(self._checked_weight(weight))
+        step.begin_pass(None if weight is None else self._checked_weight(weight))
         ended = step.ended
         try:
             yield
@@ -355,20 +352,24 @@ class AllreduceCallback:
             raise
 
     def _checked_weight(self, weight: Any) -> float:
-        if not is_number(weight) or not math.isfinite(weight) or weight < 0:
+        try:
+            number = float(weight) if is_number(weight) else math.nan
+        except OverflowError:  # of an integer
+            number = math.inf
+        if not 0 <= number < math.inf:
             raise InvalidArgument(f"weight must be a finite number of at least 0, got {weight!r}")
         if self.op is not ReduceOp.MEAN:
             raise InvalidArgument(
                 'weight= is for AllreduceCallback("mean"): multiply the gradients of a "sum" yourself'
             )
-        return float(weight)
+        return number
 
     @contextmanager
     def _noting_errors(self) -> Iterator[None]:
         try:
             yield
         except PlanMismatch as error:
-            self._step.raised_on_all = error
+            self._step.note(error)
             raise
 
     def _check_between_steps(self, what: str) -> None:
@@ -383,7 +384,7 @@ class AllreduceCallback:
             self._step.fail(GradientCancelled(f"the backward pass ended with {describe(error)}"))
         finally:  # a done-callback may raise SystemExit
             communicator = self._group or world.current
-            if communicator is not None and communicator.world_size > 1 and error is not self._step.raised_on_all:
+            if communicator is not None and communicator.world_size > 1 and not self._step.is_raised_on_all(error):
                 communicator.abort(f"in the backward pass: {describe(error)}", culprit=culprit_of(error))
 
     def _communicator(self) -> Communicator:

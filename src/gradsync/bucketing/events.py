@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakSet
 
 from gradsync.bucketing.bucket import Bucket, GradientSpec, list_of_names
-from gradsync.communicators.agreement import Agreement, Description, digest_of
+from gradsync.communicators.agreement import WEIGHT, Agreement, Description, digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.diagnostics import names_text
 from gradsync.errors import InvalidArgument, callers, shown, size_text
@@ -96,6 +96,7 @@ class StepEvents:
 
     def change_settings(self, settings: Mapping[str, str]) -> None:
         """Changes the settings of later steps."""
+        self._of_norm: Agreement | None = None
         self._words = ", ".join([self._op.value, *[f"{name} {each}".rstrip() for name, each in settings.items()]])
 
     def of_step(self, buckets: Sequence[Bucket], missing: Sequence[str] = (), *, weighted: bool = False) -> Agreement:
@@ -121,6 +122,12 @@ class StepEvents:
         specs = [spec for bucket in buckets for spec in bucket.specs]
         return self._agreement("gradient_buffers", specs, [len(bucket.specs) for bucket in buckets], ())
 
+    def of_norm(self) -> Agreement:
+        """Returns the agreement on the exchange at the end of a step, for its norm and its verdict."""
+        if self._of_norm is None:
+            self._of_norm = self.of("norm of the reduced gradients")
+        return self._of_norm
+
     def of(self, what: str, content: object = ()) -> Agreement:
         """Returns the agreement on anything else that the callback does with all ranks."""
         return self._agreement(what, [], [], content)
@@ -143,7 +150,7 @@ class StepEvents:
             else (f" (callback made at {identity.made_at})")
         )
         size = "" if self._threshold_bytes is None else f", threshold_bytes {self._threshold_bytes}"
-        options = words + size + (", weight" if weighted else "")
+        options = words + size + (WEIGHT if weighted else "")
         description = Description(headline + named, lines, callback=identity.text, options=options)
         digest = digest_of("gradients", identity.text, what, words, lines, layout, more, weighted)
         return Agreement(digest, lambda: description, summarise=lambda: headline)

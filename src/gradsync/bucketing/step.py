@@ -8,8 +8,9 @@ then its buckets are reduced one after the other, in place. The plan is kept whi
 from __future__ import annotations
 
 import logging
-import struct
+import math
 import time
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from gradsync.bucketing.gradient import (
     name_of,
 )
 from gradsync.bucketing.options import Options
-from gradsync.bucketing.values import clip_factor, nonfinite_names, norm_of
+from gradsync.bucketing.values import bits_of, norm_of, number_of
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import (
@@ -63,12 +64,15 @@ from gradsync.communicators.for_bucketing import (
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.diagnostics import trace
 from gradsync.errors import (
+    BackendUnavailable,
+    FutureNotReady,
     GradientCancelled,
     GradsyncError,
     InvalidArgument,
     MissingGradient,
     NonFiniteGradient,
     PlanMismatch,
+    name_ranks,
 )
 from gradsync.futures import CollectiveEnd, Completion, GradientFuture, check_may_call, pending
 from gradsync.reduction import Array, ReduceOp
@@ -136,7 +140,6 @@ class Step:
     Attributes:
         ended: the number of steps that have ended, including empty and failed ones.
         statistics: the counters of all steps.
-        raised_on_all: the last error that every rank raised in a collective of this callback.
         norm, skip_step, total_weight: of the last step; see AllreduceCallback.
         parameters: the option.
     """
@@ -145,7 +148,7 @@ class Step:
         self.threshold_bytes = checked_threshold(options.threshold_or(DEFAULT_THRESHOLD_BYTES))
         self.ended = 0
         self.statistics = Statistics()
-        self.raised_on_all: BaseException | None = None
+        self._raised_on_all: weakref.ref[BaseException] | None = None  # its traceback holds the callback
         self.norm: float | None = None
         self.skip_step = False
         self.total_weight: float | None = None
@@ -159,7 +162,7 @@ class Step:
         self._is_fixed = options.parameters is not None
         self._memory: BucketMemory | None = None
         self._plan: _Plan | None = None  # None: the gradients look different from those of the last step
-        self._results: dict[Hashable, Any] = {}  # of the last step
+        self._results: dict[Hashable, Any] | None = {}  # of the last step; None within a backward pass
         self._is_busy = False
         self._begin()
 
@@ -174,6 +177,7 @@ class Step:
         self._marks: set[Any] = set()  # on a GPU: of the work that makes the gradients, one for each stream
         self._overlaps = OverlapCheck()
         self._factor: tuple[ReduceOp, float] | None = None
+        self._total_weight: float | None = None
 
     # -- Before a step ------------------------------------------------------------------------------------------------
 
@@ -192,6 +196,7 @@ class Step:
         """
         if communicator is self._communicator:
             return
+        weight = self._weight  # of the block that has just begun
         if self.count:
             if self._communicator is not None and not self._communicator.closed:
                 raise InvalidArgument(
@@ -210,6 +215,7 @@ class Step:
             self._plan = self._plan_of(list(self._known))
         self._communicator = communicator
         self._begin()
+        self._weight = weight
 
     def use_hook(self, hook: BucketHook | None) -> None:
         """Uses a hook, or no hook, for the buckets of later steps."""
@@ -218,21 +224,48 @@ class Step:
         self._plan = self._plan_of(list(self._known)) if self._is_fixed and self._known else None
 
     def live_in_buckets(self, communicator: Communicator) -> Mapping[Hashable, Array]:
-        """Allocates the buckets' memory anew, and returns the gradients' parts of it, by key."""
-        self.begin_with(communicator)
-        self._memory = None
-        self._ensure_memory(communicator)
-        assert self._memory is not None
-        return self._memory.views
+        """Allocates the buckets' memory anew, and returns the gradients' parts of it, by key. Every rank must call it.
 
-    def _ensure_memory(self, communicator: Communicator) -> None:
+        Raises:
+            BackendUnavailable: there is not enough memory on some rank.
+            PlanMismatch: the ranks need other memory.
+        """
+        self.begin_with(communicator)
+        assert self._plan is not None
+        self._memory, error = None, None
+        try:
+            memory = self._ensure_memory(communicator)
+        except BackendUnavailable as unavailable:
+            memory, error = None, unavailable
+        agreement = self._events.of_memory(self._plan.buckets)
+        have_memory = exchange_numbers(communicator, "gradient_buffers()", [int(error is None)], agreement)
+        lacking = [rank for rank, [has_memory] in enumerate(have_memory) if not has_memory]
+        if lacking or memory is None:
+            self._memory = None
+            raise error or BackendUnavailable(
+                f"{communicator.label}: gradient_buffers(): not enough memory for the buckets on {name_ranks(lacking)}"
+            )
+        return {key: memory.views[key] for key in self._known}
+
+    def _ensure_memory(self, communicator: Communicator) -> BucketMemory | None:
+        """Returns the memory of the buckets; None if gradients do not live in buckets."""
         if self._memory is None and self._options.gradient_as_bucket_view:
             assert self._plan is not None
-            compare(communicator, self._events.of_memory(self._plan.buckets))
             self._memory = BucketMemory(self._plan.buckets, communicator)
+        return self._memory
 
-    def set_weight(self, weight: float | None) -> None:
-        """Sets this rank's weight in the step."""
+    def begin_pass(self, weight: float | None) -> None:
+        """Begins a backward pass: sets this rank's weight, and forgets the results of the last step.
+
+        Raises:
+            InvalidArgument: there is a weight, and gradients wait for a flush already.
+        """
+        if weight is not None and self.count:
+            raise InvalidArgument(
+                "backward(weight=) begins a step, and gradients were handed over before it: hand them over in the "
+                "block, or call flush() first"
+            )
+        self._results = None
         self._weight = weight
 
     # -- A gradient ---------------------------------------------------------------------------------------------------
@@ -283,10 +316,10 @@ class Step:
             self._overlaps.claim(native, its.name, arrays, communicator.label)
         value: Any = grad
         if self._options.gradient_as_bucket_view:
-            self._ensure_memory(communicator)
-            assert self._memory is not None
-            value = self._memory.views[key]
-            if self._memory.holds(key, native):
+            memory = self._ensure_memory(communicator)
+            assert memory is not None
+            value = memory.views[key]
+            if memory.holds(key, native):
                 value = grad
             elif beside_host:  # now, on the stream that makes it
                 arrays.assign(native, value)
@@ -365,17 +398,17 @@ class Step:
 
     # -- The end of a step --------------------------------------------------------------------------------------------
 
-    def flush(self, communicator: Communicator) -> None:
+    def flush(self, communicator: Communicator, weight: float | None = None) -> None:
         """Reduces all gradients of the step, and ends it. See AllreduceCallback.flush."""
         if communicator is not self._communicator or pending or self._is_busy:
             self._begin_call("flush()", communicator)
+        if weight is not None:
+            self._weight = weight
         if runs_beside_host(communicator):
             check_stream(communicator, "flush()")
         began = time.perf_counter()
         self._end.has_begun = True
-        self.norm, self.skip_step = None, False
-        if self._factor is None:  # else it was exchanged before an early launch
-            self.total_weight = None
+        self.norm, self.skip_step, self.total_weight = None, False, None
         try:
             self._is_busy = True
             if self._grads or self._weight is not None or (self._is_fixed and self._options.missing == "zero"):
@@ -384,7 +417,11 @@ class Step:
                 completion = None
                 compare(communicator, self._events.of("flush of a step without gradients"))
             self.statistics.communication_seconds += time.perf_counter() - began
-            self._end_step(completion)
+            self.total_weight = self._total_weight
+            if self.total_weight == 0.0:
+                self._end_unreduced()
+            else:
+                self._end_step(completion)
         except BaseException as error:
             self.fail(error)
             raise
@@ -394,18 +431,14 @@ class Step:
     def _reduce(self, communicator: Communicator) -> Completion | None:
         """Compares and reduces the step; returns the end of what was launched on a GPU."""
         beside_host = runs_beside_host(communicator)
-        if self._weight == 0.0:
-            self._drop_own(communicator)
+        self._check_overlaps(communicator)
         self._fill_missing(communicator)
         plan = self._planned()
-        weighted = self._weight is not None
-        if not plan.buckets:  # a weight, and nothing known: the others may know more
-            compare(communicator, plan.agreements[weighted][0])
         op, factor = self._agreed_factor(communicator)
-        if self.total_weight == 0.0 and weighted:
-            self._values.update(self._grads)
+        if self._total_weight == 0.0:
             return None
-        self._check_overlaps(communicator)
+        if self._weight == 0.0:
+            self._drop_own(communicator)
         if trace.active is not None and self._grads:
             trace.active.end_step(communicator.recorder, self.count)
         if beside_host:
@@ -530,13 +563,16 @@ class Step:
             return self._options.op, 1.0
         if self._factor is None:
             agreement = self._planned().agreements[True][0]
-            rows = exchange_numbers(communicator, "backward(weight=)", [_bits(self._weight)], agreement)
-            weights = [_number(bits) for [bits] in rows]
-            self.total_weight = total = sum(weights)
-            if total == 0.0 or len(set(weights)) == 1:  # the plain mean, bit for bit
+            rows = exchange_numbers(communicator, "backward(weight=)", [bits_of(self._weight)], agreement)
+            weights = [number_of(bits) for [bits] in rows]
+            self._total_weight = sum(weights)
+            if self._total_weight == 0.0 or len(set(weights)) == 1:  # the plain mean, bit for bit
                 self._factor = self._options.op, 1.0
+            elif self._weight == 0.0:  # the values are zeros
+                self._factor = ReduceOp.SUM, 1.0
             else:
-                self._factor = ReduceOp.SUM, self._weight / total
+                largest = 1.0 if math.isfinite(self._total_weight) else max(weights)
+                self._factor = ReduceOp.SUM, self._weight / largest / sum(weight / largest for weight in weights)
         return self._factor
 
     # -- Early launches: a GPU, and `parameters=` ---------------------------------------------------------------------
@@ -554,7 +590,7 @@ class Step:
             try:
                 self._is_busy = True
                 op, factor = self._agreed_factor(communicator)
-                if self._weight is not None and self.total_weight == 0.0:
+                if self._total_weight == 0.0:
                     return
                 self._launched.append(self._reduce_bucket(bucket, plan, communicator, op, factor))
             except BaseException as error:
@@ -579,31 +615,34 @@ class Step:
             flats = self._memory.flats
         else:
             flats = [arrays.flat(self._result_of(key)) for bucket in plan.buckets for key in bucket.keys]
-        agreement = self._events.of("norm of the reduced gradients")
+        agreement = self._events.of_norm()
 
         def exchange(numbers: Sequence[int]) -> list[list[int]]:
             return exchange_numbers(communicator, "norm", numbers, agreement)
 
         norm = norm_of(flats, communicator.rank, communicator.world_size, arrays, exchange)
         if options.clip_norm is not None:
-            self.norm = norm
-        if not np.isfinite(norm) and options.nonfinite != "off":
-            names = set(self._names_of_nonfinite(communicator))
-            names_in_order = [name for key in self._grads if (name := self._known[key].name) in names]
+            self.norm = norm.value
+        if not norm.is_finite and options.nonfinite != "off":
+            error = self._nonfinite(communicator)
             if options.nonfinite == "raise":
-                raise NonFiniteGradient(
-                    f"{communicator.label}: NaN or infinity in the results of {list_of_names(names_in_order)}",
-                    parameters=tuple(names_in_order),
-                )
+                raise error
+            _log.info("skip_step is True: %s", error)
             self.skip_step = True
             self.statistics.skipped_steps += 1
-        elif options.clip_norm is not None and (factor := clip_factor(norm, options.clip_norm)) < 1.0:
+        elif options.clip_norm is not None and (factor := norm.clip_factor(options.clip_norm)) < 1.0:
             arrays.multiply_in_place([self._result_of(key) for key in self._grads], factor)
 
-    def _names_of_nonfinite(self, communicator: Communicator) -> list[str]:
-        named = [(self._known[key].name, self._result_of(key)) for key in self._grads]
-        arrays = arrays_of(communicator)
-        return nonfinite_names([(name, arrays.flat(native)) for name, native in named], arrays)
+    def _nonfinite(self, communicator: Communicator) -> NonFiniteGradient:
+        """Returns the error that names the gradients with NaN or infinity in their results."""
+        arrays, known = arrays_of(communicator), self._known
+        bad = [key for key in self._grads if not arrays.all_finite(arrays.flat(self._result_of(key)))]
+        specs = [known[key].spec for key in bad]
+        names = list_of_names([spec.name for spec in specs])
+        return NonFiniteGradient(
+            f"{communicator.label}: NaN or infinity in the reduced gradients of {names}",
+            parameters=tuple([spec.label for spec in specs]),
+        )
 
     def _result_of(self, key: Hashable) -> Array:
         """Returns the native array that has the reduced values of a gradient."""
@@ -612,7 +651,13 @@ class Step:
         return self._grads[key] if self._memory is None else self._memory.views[key]
 
     def results(self) -> dict[Hashable, Any]:
-        """Returns the results of the last step, by key, in the order of hand-over."""
+        """Returns the results of the last step, by key, in the order of hand-over.
+
+        Raises:
+            FutureNotReady: a step has begun, and has not ended.
+        """
+        if self._results is None or self.count:
+            raise FutureNotReady("results() gives the gradients of the last step, and a step has begun: call it after")
         return self._results
 
     def forget_results(self) -> None:
@@ -635,19 +680,41 @@ class Step:
         self._begin()
         end.finish(None, None, completion)
 
+    def _end_unreduced(self) -> None:
+        """Ends a step in which all weights are 0: the futures raise an error, because their arrays are as they were."""
+        end, self._results = self._end, {}
+        self.ended += 1
+        self._begin()
+        end.finish(
+            None,
+            GradientCancelled(
+                "the weights of all ranks are 0, so nothing was reduced: leave the loop when total_weight is 0"
+            ),
+        )
+
     def fail(self, error: BaseException) -> None:
         """Ends the step with an error, which its futures raise; forgets all arrays."""
+        self.note(error)
         if isinstance(error, _RAISED_ON_ALL):
-            self.raised_on_all = error
             with suppress(GradsyncError):  # all ranks have launched these buckets, so they end soon
                 self._order_launched()
         end = self._end
         self.ended += 1
         self._results = {}
-        if not self._is_fixed:
+        self.norm, self.skip_step, self.total_weight = None, False, None
+        if isinstance(error, PlanMismatch) and not self._is_fixed:
             self._plan, self._known = None, {}
         self._begin()
         end.finish(None, error)
+
+    def note(self, error: BaseException) -> None:
+        """Remembers an error of a collective of this callback, if every rank raises it."""
+        if isinstance(error, _RAISED_ON_ALL):
+            self._raised_on_all = weakref.ref(error)
+
+    def is_raised_on_all(self, error: BaseException) -> bool:
+        """Whether every rank has raised this error, in a collective of this callback."""
+        return self._raised_on_all is not None and self._raised_on_all() is error
 
     def forgotten(self) -> str | None:
         """Returns the error text for gradients that wait for a flush; None if there are none.
@@ -662,11 +729,3 @@ class Step:
             f"{self._communicator.label}: {count} handed over and never reduced (first: {first}): end each backward "
             "pass with flush() or `with callback.backward()`"
         )
-
-
-def _bits(number: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
-
-
-def _number(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

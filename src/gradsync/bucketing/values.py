@@ -9,74 +9,89 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradsync.communicators.host_arrays import ArrayKind
-from gradsync.reduction import Array
+from gradsync.reduction import Array, part_dtype
 
 POLICIES = ("off", "raise", "skip")
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 
+_CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_WIDE = np.dtype(np.float64)  # the only parts whose squares leave the range of float64
+_SAFE_SQUARES = 1e-290, 1e290
 
-def norm_of(flats: Sequence[Array], rank: int, world_size: int, arrays: ArrayKind, exchange: Exchange) -> float:
-    """Returns the Euclidean norm of arrays that are equal on all ranks; infinite or NaN only if an element is.
+
+class Norm(NamedTuple):
+    """The Euclidean norm of a step's reduced gradients, scale * root.
+
+    Attributes:
+        scale: 1, or the largest element where squares leave the range of float64.
+        root: NaN or infinity exactly if an element is.
+    """
+
+    scale: float
+    root: float
+
+    @property
+    def value(self) -> float:
+        """The norm. It is infinite if an element is, or if it leaves the range of float64."""
+        return self.scale * self.root
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all elements are finite."""
+        return math.isfinite(self.root)
+
+    def clip_factor(self, largest: float) -> float:
+        """Returns the factor that brings the gradients down to the largest norm; 1 if they are not above.
+
+        It is 1 too if they are not finite: a factor of 0 would hide it.
+        """
+        if not self.is_finite:
+            return 1.0
+        if math.isinf(self.value):
+            return min(1.0, largest / self.scale / self.root)
+        return min(1.0, largest / (self.value + _CLIP_EPSILON))
+
+
+def norm_of(flats: Sequence[Array], rank: int, world_size: int, arrays: ArrayKind, exchange: Exchange) -> Norm:
+    """Returns the Euclidean norm of arrays that are equal on all ranks.
 
     Args:
         flats: flat arrays on the communicator's device.
         rank, world_size: each rank adds up the squares of its share of each array.
         arrays: the functions for the arrays.
         exchange: returns the integers of all ranks. Each gives a scale s and the sum of (x / s)**2, as the bits of two
-            float64: squares that leave the range of float64 are computed again with a scale.
+            float64.
     """
     shares = [flat[flat.size * rank // world_size : flat.size * (rank + 1) // world_size] for flat in flats]
-    scale, squares = 1.0, _sum(shares, arrays)
-    if not math.isfinite(squares) or 0.0 < squares < 1e-290 or (squares == 0.0 and any(map(_any, shares))):
-        largest = max((float(np.abs(_on_host(share)).max(initial=0.0)) for share in shares), default=0.0)
+    scale, squares = 1.0, sum([float(arrays.sum_of_squares(share)) for share in shares if share.size])
+    least, most = _SAFE_SQUARES
+    if not least < squares < most and any(part_dtype(share.dtype) == _WIDE for share in shares):
+        parts = [_parts(share) for share in shares]
+        largest = max([float(np.abs(part).max(initial=0.0)) for part in parts])
         if 0.0 < largest < math.inf:
-            scale = largest
-            squares = sum(
-                float(np.square(np.abs(_on_host(share)).astype(np.float64) / scale).sum()) for share in shares
-            )
-    rows = exchange([_bits(scale), _bits(squares)])
-    found = [(_number(scale), _number(squares)) for scale, squares in rows]
-    largest = max(scale for scale, squares in found if squares) if any(squares for _, squares in found) else 1.0
-    return largest * math.sqrt(math.fsum(squares * (scale / largest) ** 2 for scale, squares in found))
+            scale, squares = largest, sum([float(np.square(part / largest).sum()) for part in parts])
+    rows = [(number_of(scale), number_of(squares)) for scale, squares in exchange([bits_of(scale), bits_of(squares)])]
+    rows = [(scale, squares) for scale, squares in rows if squares != 0.0]
+    largest = max([scale for scale, _ in rows], default=1.0)
+    return Norm(largest, math.sqrt(sum([squares * (scale / largest) ** 2 for scale, squares in rows])))
 
 
-def nonfinite_names(named: Sequence[tuple[str, Array]], arrays: ArrayKind) -> list[str]:
-    """Returns the names of the arrays that have NaN or infinity."""
-    return [name for name, flat in named if not bool(arrays.all_finite(flat))]
+def _parts(share: Array) -> Any:
+    """Returns real and imaginary parts in float64, on the host."""
+    on_host = share.get() if hasattr(share, "get") else share
+    return on_host.view(part_dtype(on_host.dtype)).astype(np.float64)
 
 
-def clip_factor(norm: float, largest: float) -> float:
-    """Returns the factor that brings gradients of a norm down to the largest norm; 1 if it is not above.
-
-    Source: torch.nn.utils.clip_grad_norm_, including its 1e-6.
-    """
-    return min(1.0, largest / (norm + 1e-6)) if math.isfinite(norm) else 1.0
-
-
-def _sum(shares: Sequence[Array], arrays: ArrayKind) -> float:
-    total = 0.0
-    for share in shares:
-        if share.size:
-            total += float(arrays.sum_of_squares(share))
-    return total
-
-
-def _any(share: Array) -> bool:
-    return bool(share.any())
-
-
-def _on_host(share: Array) -> Any:
-    return share.get() if hasattr(share, "get") else share
-
-
-def _bits(number: float) -> int:
+def bits_of(number: float) -> int:
+    """Returns the bits of a float64 as an integer."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
-def _number(bits: int) -> float:
+def number_of(bits: int) -> float:
+    """Returns the float64 of these bits."""
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])

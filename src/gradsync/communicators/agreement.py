@@ -24,6 +24,9 @@ try:
 except ImportError:
     from hashlib import blake2b
 
+#: The end of a Description's options in a step with weights.
+WEIGHT = ", weight"
+
 #: This value in a shape replaces a number of rows that may differ between ranks.
 ROWS = "rows"
 
@@ -208,6 +211,11 @@ _ONE_ORDER = (
 _ONE_ORDER_OF_GRADIENTS = (
     "the order differs: hand over gradients in the same order on all ranks, or pass parameters=..."
 )
+_WEIGHTS = "passed no weight: in a step either all ranks pass backward(weight=), or none does"
+_NO_PLAN = (
+    "handed over nothing: with weight=0 a rank may do so only if it knows the gradients from its last step, or from "
+    "parameters=..."
+)
 _SAME_GRADIENTS = (
     "hand over the same gradients, of the same shapes and dtypes, in the same order on all ranks; with parameters=... "
     'any order will do, and with missing="zero" a rank may leave gradients out'
@@ -260,6 +268,12 @@ def _remedy(descriptions: Mapping[int, Description]) -> str:
         return ""
     if all(d.callback for d in each) and len({d.callback for d in each}) > 1:
         return _ONE_ORDER
+    weighted = {rank: d.options.endswith(WEIGHT) for rank, d in descriptions.items() if d.options}
+    if len(weighted) == len(each) and len(set(weighted.values())) > 1:
+        return f"{name_ranks([rank for rank, has in weighted.items() if not has])} {_WEIGHTS}"
+    lacking = [rank for rank, d in descriptions.items() if not d.lines]
+    if weighted and all(weighted.values()) and 0 < len(lacking) < len(each):
+        return f"{name_ranks(lacking)} {_NO_PLAN}"
     if all(d.options for d in each):  # buckets, or ends of steps, of the same callback
         if len({d.options for d in each}) > 1:
             options = _by_value({rank: d.options for rank, d in descriptions.items()})
