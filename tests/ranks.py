@@ -361,11 +361,13 @@ def _serve(connection: Connection, comm: Any) -> None:
         if call is None:
             return
         outcome = _outcome(call, comm)
+        has_failed = outcome[0] == "failed"
         try:
             connection.send(outcome)
         except OSError:  # this process is about to be killed
             return
-        if outcome[0] == "failed" and not isinstance(comm, int):
+        del outcome  # an error in it holds the test's variables
+        if has_failed and not isinstance(comm, int):
             comm.abort("the test failed on this rank")
 
 

@@ -85,14 +85,11 @@ class PlanMismatch(GradsyncError, RuntimeError):
     message, raises this error. gradsync has moved no data of this collective, and the communicator stays usable.
 
     Attributes:
-        index: the position in its step, from 0, of the event in which the ranks differ. An event is a bucket or the end
-            of the step. None for other collectives, or if the position is not known.
         descriptions: a description of each rank's collective in words, by rank.
         places: the line of code that called the collective, by rank, such as "train.py:41 in step". For an asynchronous
             collective, the place is the line that submitted the collective.
     """
 
-    index: int | None = None
     descriptions: Mapping[int, str] = {}
     places: Mapping[int, str] = {}
 

@@ -1,15 +1,14 @@
 """Futures of collectives and of gradients, and CollectiveEnd, the object for which these futures wait.
 
-A CollectiveEnd belongs to one collective, and gets the collective's result or error. An asynchronous collective has one
-future. Each gradient of a bucket has its own future, but all these futures share the bucket's CollectiveEnd, so that
-gradsync finishes one object for a bucket of ten thousand gradients, not ten thousand objects. A Completion belongs to a
-collective that was launched on a GPU: threads and streams can wait for it until the GPU has run the collective. A
-collective on the CPU has no Completion, because the collective has ended when the call of the backend returns.
+A CollectiveEnd belongs to one collective, or to one step of a callback, and gets its result or error. An asynchronous
+collective has one future. Each gradient of a step has its own future, but they share the step's CollectiveEnd, so that
+gradsync finishes one object for a step of ten thousand gradients, not ten thousand objects. A Completion belongs to
+what was launched on a GPU: threads and streams can wait for it until the GPU has run it. What runs on the CPU has no
+Completion, because it has ended when the call of the backend returns.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import os
@@ -155,8 +154,7 @@ class CollectiveEnd:
         value: the collective's result.
         completion: the Completion of a collective that was launched on a GPU; otherwise None.
         has_result: whether the collective has succeeded without a Completion, so that a future need not wait.
-        has_begun: whether the collective (for gradients, their bucket's collective) has begun, so that its own deadline
-            applies.
+        has_begun: whether the collective, or the flush of the step, has begun, so that its own deadline applies.
     """
 
     __slots__ = (
@@ -194,7 +192,7 @@ class CollectiveEnd:
         return self._callbacks is None and (self.completion is None or self.completion.done())
 
     def is_of_caller(self) -> bool:
-        """Returns whether the calling thread made this CollectiveEnd; only that thread can launch a bucket."""
+        """Returns whether the calling thread made this CollectiveEnd; only that thread can flush its step."""
         return threading.get_ident() == self._made_by
 
     def await_launch(self, seconds: float | None) -> bool:
@@ -369,7 +367,7 @@ class CollectiveFuture:
 
         Raises:
             FutureNotReady: the wait might never end, because the caller is a done-callback, or because only the calling
-                thread can launch the bucket of the gradient.
+                thread can flush the gradient's step.
             CollectiveTimeout: the wait reached its deadline; the collective continues.
             InvalidArgument: the timeout is not a number of seconds; or a done-callback called a collective, and no call
                 outside of done-callbacks has raised the error since.
@@ -474,29 +472,29 @@ class CollectiveFuture:
 
 
 class GradientFuture(CollectiveFuture):
-    """The future of a gradient, made by AllreduceCallback: it gives the gradient after the reduction of its bucket.
+    """The future of a gradient, made by AllreduceCallback: it gives the reduced gradient once the step is flushed.
 
-    Until the future is done, the gradient belongs to gradsync: do not write to it. The result is the array that the
-    program handed over, with the reduced values. If this array is read-only or its elements share memory, or if the
-    gradient is a number, the result is a new array. With gradient_as_bucket_view, the result is a view of the bucket.
+    The result is the array that the program handed over, with the reduced values. If this array is read-only or its
+    elements share memory, or if the gradient is a number, the result is a new array. With gradient_as_bucket_view, the
+    result is a view of the bucket.
 
-    On a GPU the future has its value as soon as the bucket is launched; result() then makes the current stream, not the
-    host, wait for the reduction. Before the launch, result() raises FutureNotReady in the thread that hands over
-    gradients, because only that thread can launch the bucket. result() raises GradientCancelled if the backward pass
-    ended with an exception, or the process group ended, before the reduction.
+    The future is done when the flush has ended. Before that, result() and wait() raise FutureNotReady in the thread
+    that hands over gradients, because only that thread can flush; other threads wait. On a GPU result() makes the
+    current stream, not the host, wait for the reduction. If the step failed, result() and wait() raise its error, and
+    exception() returns it: GradientCancelled if the backward pass ended with an exception, or the process group ended,
+    before the flush.
 
     Args:
         name: the gradient's name, the same on all ranks.
-        end: the CollectiveEnd of the bucket's reduction.
+        end: the CollectiveEnd of the step.
         value: the array that result() returns.
     """
 
     __slots__ = ("_value",)
 
-    _PENDING: ClassVar[str] = "its bucket has not been reduced yet"
+    _PENDING: ClassVar[str] = "its step has not been flushed yet"
     _LATE: ClassVar[str] = (
-        "was not reduced within {:g} s: its bucket may still wait for other gradients, or for the flush() of the "
-        "thread that hands over gradients"
+        "was not reduced within {:g} s: it waits for the flush() of the thread that hands over gradients"
     )
 
     # gradsync makes up to ten thousand of these futures in a step, so __init__ only stores its arguments. The property
@@ -518,24 +516,9 @@ class GradientFuture(CollectiveFuture):
             self._wait(None, timeout)
         return self._value
 
-    def wait(self, stream: Any = None, *, timeout: float | None = None) -> None:
-        """Waits like result(), but does not raise the error of the reduction, because the step's flush() raises it.
-
-        Args:
-            stream: the CUDA stream that waits; None means the current stream. On the CPU, gradsync ignores `stream`.
-            timeout: the timeout, see result().
-
-        Raises:
-            FutureNotReady, CollectiveTimeout, InvalidArgument: see result().
-        """
-        end = self._launched(timeout)
-        if end.completion is not None:
-            with contextlib.suppress(GradsyncError):
-                end.completion.order(stream)
-
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the reduced gradient; before the launch, raises FutureNotReady."""
+        """The shape of the reduced gradient; before the flush, raises FutureNotReady."""
         return tuple(self._ready_value("shape").shape)
 
     @property
@@ -552,7 +535,7 @@ class GradientFuture(CollectiveFuture):
         """Returns the reduced gradient in host memory.
 
         Raises:
-            FutureNotReady: the bucket of the gradient is not launched yet, or a done-callback would have to wait.
+            FutureNotReady: the gradient's step is not flushed yet, or a done-callback would have to wait.
             PlanMismatch, RankFailed, ...: the reduction failed with this error.
         """
         value = self._ready_value("numpy()")
@@ -578,7 +561,7 @@ class GradientFuture(CollectiveFuture):
     def _await_launch(self, timeout: float | None) -> None:
         if self._end.is_of_caller() and not _thread_state.is_in_callback:
             raise FutureNotReady(
-                f"{self.name} is not ready: its bucket is not reduced yet; call flush(), or leave the "
-                "`with callback.backward()` block, before you read the future"
+                f"{self.name} is not ready: call flush(), or leave the `with callback.backward()` block, before you "
+                "read the future"
             )
         super()._await_launch(timeout)

@@ -17,8 +17,6 @@ from arrays import arrays_of
 from bucketing.reference import outcome, step
 from commands import wait_until
 
-REASON = "until bucketing is rebuilt"
-
 
 def in_thread(function):
     """What it returns or raises in another thread."""
@@ -226,7 +224,6 @@ def fail_and_wait(comm):
     return type(outcome(future.wait))
 
 
-@pytest.mark.xfail(raises=AssertionError, reason=REASON)
 def test_wait_raises_what_result_raises(run_on_ranks):
     assert run_on_ranks(2, fail_and_wait) == [gs.PlanMismatch] * 2
 
@@ -241,7 +238,6 @@ def ask_early(comm, options):
     return is_early, first.done(), float(first.result()[0])
 
 
-@pytest.mark.xfail(raises=AssertionError, reason=REASON)
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1e9}, {"parameters": dict.fromkeys("ab", ((4,), "float64"))}])
 def test_a_future_is_done_at_the_end_of_the_flush(run_on_ranks, options):
     assert run_on_ranks(2, ask_early, options) == [(False, True, 200.0)] * 2

@@ -240,10 +240,10 @@ def test_results_that_were_filled_in_are_the_users_to_keep(comm):
         with sync.backward():
             if comm.rank and number:
                 sync("b", arrays.put(np.full(4, 10.0 * number)))
-        assert set(sync.filled) == (set("ac") if comm.rank and number else set("abc"))
-        kept.append(dict(sync.filled))
-    for number, filled in enumerate(kept):
-        for name, result in filled.items():
+        assert set(sync.results()) == set("abc")
+        kept.append(sync.results())
+    for number, results in enumerate(kept):
+        for name, result in results.items():
             assert (arrays.get(result) == (10.0 * number * (n - 1) if name == "b" else 0)).all()
             assert arrays.get(result).shape == {"a": (2, 3), "b": (4,), "c": ()}[name]
     assert sync.statistics.steps == 3

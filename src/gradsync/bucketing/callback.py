@@ -132,7 +132,7 @@ class AllreduceCallback:
         self.statistics = self._step.statistics
         watch(self, self._step)
         if parameters is not None and (group is not None or world.current is not None):
-            self._step.begin_with(self._communicator())  # so that wrong parameters raise an error here already
+            self._step.check_parameters(self._communicator())  # so that wrong ones raise an error here already
 
     def __getattr__(self, name: str) -> NoReturn:
         no_attribute("an AllreduceCallback", "'AllreduceCallback' object", name)
@@ -217,8 +217,11 @@ class AllreduceCallback:
         step = self._step
         if not self._in_views:
             raise InvalidArgument("gradient_buffers() needs AllreduceCallback(gradient_as_bucket_view=True)")
-        with self._noting_errors():
+        try:
             views = step.live_in_buckets(self._communicator())
+        except PlanMismatch as error:
+            step.note(error)
+            raise
         if isinstance(step.parameters, Mapping):
             return MappingProxyType({step.param_of(key): view for key, view in views.items()})
         return [views[key] for key in map(key_of, step.parameters)]
@@ -363,14 +366,6 @@ class AllreduceCallback:
                 'weight= is for AllreduceCallback("mean"): multiply the gradients of a "sum" yourself'
             )
         return number
-
-    @contextmanager
-    def _noting_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except PlanMismatch as error:
-            self._step.note(error)
-            raise
 
     def _check_between_steps(self, what: str) -> None:
         if self._step.count:

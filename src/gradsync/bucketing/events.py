@@ -6,16 +6,19 @@ The agreement of a step is its digest, compared before anything moves, and its t
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
 from gradsync.bucketing.bucket import Bucket, GradientSpec, list_of_names
+from gradsync.communicators import world
 from gradsync.communicators.agreement import WEIGHT, Agreement, Description, digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.diagnostics import names_text
-from gradsync.errors import InvalidArgument, callers, shown, size_text
+from gradsync.errors import InvalidArgument, caller, shown, size_text
 from gradsync.reduction import ReduceOp
 
 _MOST_CHARACTERS = 80  # in a callback's name
@@ -27,6 +30,11 @@ class CallbackIdentity:
     Args:
         name: the name that the program gave the callback, or None.
         group: the callback's communicator; None means the world communicator.
+
+    Attributes:
+        name: see Args.
+        made_at: the line, such as "gan/train.py:41".
+        text: the name's repr or the line: what the ranks compare.
 
     Raises:
         InvalidArgument: the name is not a string of printable characters, or is too long.
@@ -42,40 +50,58 @@ class CallbackIdentity:
             )
         self.name = name
         self._group = group
-        made_at = next((each.short() for each in callers()), "an unknown line")
-        self.made_at = made_at.partition(" in ")[0]
-        self.text = repr(name) if name is not None else self.made_at
+        self.made_at = _line_of_program()
+        self.text = self.made_at if name is None else repr(str(name))
         with _lock:
-            self._older = [] if name is not None else [id(each) for each in _living if each.is_like(self)]
-            if name is None:
-                _living.add(self)
+            self._older = WeakSet(each for each in _living if each.text == self.text)
+            _living.add(self)
 
-    def is_like(self, other: CallbackIdentity) -> bool:
-        """Whether the ranks could take one callback for the other."""
-        return self.text == other.text and self._group is other._group
+    def check_alone(self, communicator: Communicator) -> None:
+        """Refuses, at its first use, a callback that the ranks could take for an older one.
 
-    def check_alone(self, label: str) -> None:
-        """Refuses, at its first use, a callback that the ranks could take for an older one of the same line.
+        Two of one helper, or of one line in a loop, look alike: ranks that make or use them crosswise would average
+        two models into each other.
 
         Raises:
-            InvalidArgument: an older callback without a name, made at the same line for the same group, is still alive.
+            InvalidArgument: an older callback of the same name or line, for the same group, is still alive.
         """
-        if self._older and self._has_older():
+        if communicator.world_size > 1 and self._has_older():
             gc.collect()  # one that is only in a reference cycle does not count
             if self._has_older():
+                which = f"were made at {self.made_at}" if self.name is None else f"have the name {self.text}"
                 raise InvalidArgument(
-                    f"{label}: two callbacks that were made at {self.made_at} are in use, and the ranks could take one "
-                    'for the other: name them, gs.AllreduceCallback(..., name="generator")'
+                    f"{communicator.label}: two callbacks that {which} are alive, and the ranks could take one for the "
+                    'other: give each its own name, gs.AllreduceCallback(..., name="generator"), or drop the older one '
+                    "(an exception that is kept keeps it alive)"
                 )
-        self._older = []
+        self._older = WeakSet()
 
     def _has_older(self) -> bool:
-        with _lock:
-            return any(id(each) in self._older and each.is_like(self) for each in _living)
+        own = self._group or world.current
+        return any((each._group or world.current) is own for each in self._older)
 
 
-_living: WeakSet[CallbackIdentity] = WeakSet()  # those without a name
+_living: WeakSet[CallbackIdentity] = WeakSet()
 _lock = threading.Lock()
+
+
+def _forget_after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread of the parent may hold the old one
+    _living.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def _line_of_program() -> str:
+    """Returns the line of the program that makes a callback; the file without the folder that differs by machine."""
+    found = caller()
+    if found is None:
+        return "an unknown line"
+    file = found.code.co_filename
+    folders = [folder for each in sys.path if file.startswith(folder := os.path.join(each or os.getcwd(), ""))]
+    return f"{file[len(min(folders, key=len)) :] if folders else os.path.basename(file)}:{found.line}"
 
 
 class StepEvents:
@@ -139,7 +165,10 @@ class StepEvents:
         lines = tuple(map(str, specs))
         size_bytes = sum(spec.size_bytes for spec in specs)
         count = f"{len(specs)} gradient{'' if len(specs) == 1 else 's'}"
-        headline = f"{what} ({words}) of {count}, {size_bytes} bytes" if what == "step" else f"{what} of {count}"
+        headline = f"{what} of {count}" if specs else what
+        if what == "step":
+            buckets = "" if len(layout) == 1 else f" in {len(layout)} buckets"
+            headline = f"step ({words}) of {count}{buckets}, {size_bytes} bytes"
         if more and what == "step":
             headline += f", without a gradient for {list_of_names(more)}"
         if weighted:

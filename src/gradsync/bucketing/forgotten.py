@@ -48,6 +48,8 @@ def _collected(step: Step) -> None:
 
 def _forget_after_fork() -> None:
     """Forgets the parent's gradients in the child of a fork: the parent will reduce them."""
+    for step in list(_watched):
+        step.disown()
     _watched.clear()
     _lost.clear()
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from gradsync.bucketing.bucket import GradientSpec
 from gradsync.bucketing.options import Options
+from gradsync.communicators.agreement import array_text
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import arrays_of, native_array
 from gradsync.communicators.host_arrays import ArrayKind, digest_of_values
@@ -18,7 +19,7 @@ from gradsync.errors import InvalidArgument, UnsupportedDtype, shown
 from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, check_operation, dtype_name, dtype_of
 
 PLAIN_NAMES = (str, int)  # the types of nearly all names; such a name is its own key
-_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{5,}\b")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{5,}")
 
 
 class Known(NamedTuple):
@@ -85,7 +86,7 @@ def name_of(param: Any, communicator: Communicator) -> str:
         what = "looks like an id()" if is_id else "shows an address"
         raise InvalidArgument(
             f"{communicator.label}: the name {shown(param)} {what}, which differs between ranks: name gradients by "
-            "text, numbers or tuples of these, or give the class of the name a __repr__"
+            "text, numbers or tuples of these, or give the name's class a __repr__ that is the same on all ranks"
         )
     return name
 
@@ -94,7 +95,7 @@ def name_of_array(param: Any, communicator: Communicator) -> str:
     """Returns the name of a parameter that is an array: its shape, dtype and bytes at its first use."""
     native = native_array(communicator, param, "an array as a gradient's name")
     digest = digest_of_values(arrays_of(communicator), native)[:16]
-    return f"array {dtype_name(native.dtype)}{list(native.shape)} {digest}"
+    return f"array of {array_text(dtype_name(native.dtype), native.shape)} with digest {digest}"
 
 
 # -- Arrays -----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
@@ -65,6 +66,7 @@ from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.diagnostics import trace
 from gradsync.errors import (
     BackendUnavailable,
+    CommunicatorClosed,
     FutureNotReady,
     GradientCancelled,
     GradsyncError,
@@ -72,9 +74,10 @@ from gradsync.errors import (
     MissingGradient,
     NonFiniteGradient,
     PlanMismatch,
+    describe,
     name_ranks,
 )
-from gradsync.futures import CollectiveEnd, Completion, GradientFuture, check_may_call, pending
+from gradsync.futures import CollectiveEnd, Completion, GradientFuture, check_may_call, pending, raise_refused
 from gradsync.reduction import Array, ReduceOp
 
 _log = logging.getLogger("gradsync")
@@ -159,6 +162,7 @@ class Step:
         self._hook: BucketHook | None = None
         self._communicator: Communicator | None = None  # of the last step
         self._known: dict[Hashable, Known] = {}  # with `parameters`: these, in order
+        self._keys: dict[str, Hashable] = {}  # of `_known`, by name
         self._is_fixed = options.parameters is not None
         self._memory: BucketMemory | None = None
         self._plan: _Plan | None = None  # None: the gradients look different from those of the last step
@@ -171,7 +175,7 @@ class Step:
         self._grads: dict[Hashable, Any] = {}  # this step's gradients, where they can be reduced in place
         self._elsewhere: dict[Hashable, _Elsewhere] = {}  # those that cannot
         self._values: dict[Hashable, Any] = {}  # the results that are not in `_grads`
-        self._end = CollectiveEnd(None if self._communicator is None else timeout_seconds(self._communicator))
+        self._end: CollectiveEnd | None = None  # made with the step's first gradient
         self._weight: float | None = None
         self._launched: list[Completion | None] = []  # of the buckets that have been reduced, or launched on a GPU
         self._marks: set[Any] = set()  # on a GPU: of the work that makes the gradients, one for each stream
@@ -185,6 +189,10 @@ class Step:
     def count(self) -> int:
         """The number of gradients of the current step so far."""
         return len(self._grads)
+
+    def check_parameters(self, communicator: Communicator) -> None:
+        """Raises what begin_with() would raise for the option `parameters`, before the callback is used."""
+        self._take_up(communicator)
 
     def begin_with(self, communicator: Communicator) -> None:
         """Starts to use a communicator.
@@ -203,7 +211,12 @@ class Step:
                     f"{communicator.label}: the group has changed in the middle of a backward pass: call flush() first"
                 )
             self.fail(GradientCancelled("the process group ended before the end of the backward pass"))
-        self._identity.check_alone(communicator.label)
+            self._weight = weight
+        self._identity.check_alone(communicator)
+        self._take_up(communicator)
+        self._communicator = communicator
+
+    def _take_up(self, communicator: Communicator) -> None:
         options = self._options
         self._plan, self._memory, self._results = None, None, {}
         self._known = {}
@@ -213,9 +226,7 @@ class Step:
             default = VIEWS_ON_CPU_THRESHOLD_BYTES if in_views else DEFAULT_THRESHOLD_BYTES
             self.threshold_bytes = checked_threshold(options.threshold_or(default))
             self._plan = self._plan_of(list(self._known))
-        self._communicator = communicator
-        self._begin()
-        self._weight = weight
+        self._keys = {each.name: key for key, each in self._known.items()}
 
     def use_hook(self, hook: BucketHook | None) -> None:
         """Uses a hook, or no hook, for the buckets of later steps."""
@@ -287,7 +298,12 @@ class Step:
         ):
             return self._admit(param, key, grad, communicator)
         self._grads[key] = grad
-        return GradientFuture(its.name, self._end, grad)
+        return GradientFuture(its.name, self._end or self._begin_end(), grad)
+
+    def _begin_end(self) -> CollectiveEnd:
+        assert self._communicator is not None
+        self._end = CollectiveEnd(timeout_seconds(self._communicator))
+        return self._end
 
     def _admit(self, param: Any, key: Hashable, grad: Any, communicator: Communicator) -> GradientFuture:
         """Takes a gradient that is new, or cannot be reduced where it lies; checks it."""
@@ -335,7 +351,7 @@ class Step:
             self._marks.add(mark_work(communicator))
         self._grads[key] = native
         self._values[key] = value
-        future = GradientFuture(its.name, self._end, value)
+        future = GradientFuture(its.name, self._end or self._begin_end(), value)
         if beside_host and self._is_fixed:
             self._launch_complete(communicator)
         return future
@@ -349,18 +365,26 @@ class Step:
                 f"{communicator.label}: the gradient of {name} must be {its.spec.dtype}{list(its.shape)}, as the "
                 f"option parameters= says, got {native.dtype}{list(native.shape)}"
             )
-        if its is None and any(each.name == name for each in self._known.values()):
-            raise InvalidArgument(
-                f"{communicator.label}: two parameters have the name {name}: "
-                + (
-                    "arrays of equal values cannot be told apart: pass parameters=[...]"
-                    if is_array(param)
-                    else "rename one"
-                )
-            )
+        if its is None and name in self._keys:
+            self._replace(self._keys[name], name, communicator)
         self._plan = None
+        self._keys[name] = key
         self._known[key] = made = known(param, name, native.shape, native.dtype)
         return made
+
+    def _replace(self, key: Hashable, name: str, communicator: Communicator) -> None:
+        """Forgets the parameter that had a name; refuses a second one of the same name while the first is in use."""
+        is_of_array = is_array(self._known[key].param)
+        # An array that only this class still refers to cannot come again: `weights = weights - step` has made a new one
+        if key in self._grads or not is_of_array or sys.getrefcount(self._known[key].param) > 2:
+            advice = (
+                "arrays of equal values cannot be told apart: name the gradients by text, or pass the arrays as "
+                "parameters=[...]"
+                if is_of_array
+                else "give each its own"
+            )
+            raise InvalidArgument(f"{communicator.label}: two parameters have the name {name}: {advice}")
+        del self._known[key]
 
     def _begin_call(self, what: str, communicator: Communicator) -> None:
         """Refuses a call in a done-callback, or while another call runs; takes up a new communicator."""
@@ -384,6 +408,7 @@ class Step:
             self._plan = plan._replace(arrival=arrival)
             return self._plan
         self._known = {key: self._known[key] for key in arrival}
+        self._keys = {each.name: key for key, each in self._known.items()}
         self._plan = self._plan_of(sorted(arrival, key=lambda key: self._known[key].name))
         self._plan = self._plan._replace(arrival=arrival)
         return self._plan
@@ -407,7 +432,8 @@ class Step:
         if runs_beside_host(communicator):
             check_stream(communicator, "flush()")
         began = time.perf_counter()
-        self._end.has_begun = True
+        if self._end is not None:
+            self._end.has_begun = True
         self.norm, self.skip_step, self.total_weight = None, False, None
         try:
             self._is_busy = True
@@ -423,10 +449,14 @@ class Step:
             else:
                 self._end_step(completion)
         except BaseException as error:
-            self.fail(error)
+            # Ctrl-C is for the thread that flushes, not for those that wait for a future.
+            cancelled = GradientCancelled(f"the flush ended with {describe(error)}")
+            self.fail(error if isinstance(error, Exception) else cancelled)
             raise
         finally:
             self._is_busy = False
+        if pending:
+            raise_refused()
 
     def _reduce(self, communicator: Communicator) -> Completion | None:
         """Compares and reduces the step; returns the end of what was launched on a GPU."""
@@ -675,21 +705,15 @@ class Step:
         self.statistics.steps += bool(self._grads)
         self.statistics.gradients += len(self._grads)
         self._results = self._grads | self._values if self._values else self._grads
-        end = self._end
-        self.ended += 1
-        self._begin()
-        end.finish(None, None, completion)
+        self._finish(None, completion)
 
     def _end_unreduced(self) -> None:
         """Ends a step in which all weights are 0: the futures raise an error, because their arrays are as they were."""
-        end, self._results = self._end, {}
-        self.ended += 1
-        self._begin()
-        end.finish(
-            None,
+        self._results = {}
+        self._finish(
             GradientCancelled(
                 "the weights of all ranks are 0, so nothing was reduced: leave the loop when total_weight is 0"
-            ),
+            )
         )
 
     def fail(self, error: BaseException) -> None:
@@ -698,14 +722,30 @@ class Step:
         if isinstance(error, _RAISED_ON_ALL):
             with suppress(GradsyncError):  # all ranks have launched these buckets, so they end soon
                 self._order_launched()
-        end = self._end
-        self.ended += 1
         self._results = {}
         self.norm, self.skip_step, self.total_weight = None, False, None
         if isinstance(error, PlanMismatch) and not self._is_fixed:
-            self._plan, self._known = None, {}
+            self._plan, self._known, self._keys = None, {}, {}
+        self._finish(error)
+
+    def _finish(self, error: BaseException | None, completion: Completion | None = None) -> None:
+        """Begins the next step, and completes the futures of this one."""
+        end = self._end
+        self.ended += 1
         self._begin()
-        end.finish(None, error)
+        if end is not None:
+            self._end = end  # until the futures have heard of it: Ctrl-C may come in between
+            try:
+                end.finish(None, error, completion)
+            finally:
+                if not end.is_pending:
+                    self._end = None
+
+    def disown(self) -> None:
+        """Fails the step in the child of a fork: the parent reduces its gradients."""
+        if self._end is not None and self._communicator is not None:
+            label = self._communicator.label
+            self._end.disown(CommunicatorClosed(f"{label}: the parent of this forked process reduces this gradient"))
 
     def note(self, error: BaseException) -> None:
         """Remembers an error of a collective of this callback, if every rank raises it."""

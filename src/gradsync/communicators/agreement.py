@@ -120,12 +120,11 @@ def array_text(dtype: object, shape: Shape) -> str:
 
 
 class Agreement(NamedTuple):
-    """One event on which all ranks must agree: a collective, or a bucket or the end of a training step.
+    """One event on which all ranks must agree: a collective, or a whole step of a callback.
 
     Attributes:
         digest: a 64-bit number. Two ranks have equal digests if they run the same event, and in practice only then.
         describe: a function that returns the Description. The function must not hold a reference to an array.
-        event: the event's index in its step, from 0; None if the event does not belong to a step.
         summarise: a function that returns the event in one line of text, called when the flight recorder is read. The
             function must not hold a reference to an array. If `summarise` is None, `headline` of the Description is
             used instead.
@@ -134,7 +133,6 @@ class Agreement(NamedTuple):
 
     digest: int
     describe: Callable[[], Description]
-    event: int | None = None
     summarise: Callable[[], str] | None = None
     is_message: bool = False
 
@@ -205,20 +203,22 @@ def _identity(dtype: np.dtype[Any] | None) -> str:
 
 _ONE_ORDER = (
     "the ranks use different callbacks here: use the callbacks in the same order on all ranks. If the order is the "
-    "same, but the ranks make the callbacks at different lines or in threads, name the callbacks: "
+    "same, but the ranks make the callbacks at different lines of code, name the callbacks: "
     'gs.AllreduceCallback(..., name="generator")'
-)
-_ONE_ORDER_OF_GRADIENTS = (
-    "the order differs: hand over gradients in the same order on all ranks, or pass parameters=..."
 )
 _WEIGHTS = "passed no weight: in a step either all ranks pass backward(weight=), or none does"
 _NO_PLAN = (
     "handed over nothing: with weight=0 a rank may do so only if it knows the gradients from its last step, or from "
     "parameters=..."
 )
+_ONE_ORDER_OF_PARAMETERS = "the order of the parameters differs: pass parameters= in the same order on all ranks"
 _SAME_GRADIENTS = (
-    "hand over the same gradients, of the same shapes and dtypes, in the same order on all ranks; with parameters=... "
-    'any order will do, and with missing="zero" a rank may leave gradients out'
+    "hand over gradients of the same names, shapes and dtypes on all ranks, in any order; with parameters=... and "
+    'missing="zero" a rank may leave gradients out'
+)
+_SAME_VALUES = (
+    "an array as a name is known by its values at its first use, and the ranks' values differ: give all ranks the same "
+    "values first, with gs.bcast_list_(arrays), or name the gradients by text, or pass parameters=[...]"
 )
 
 
@@ -231,8 +231,7 @@ def mismatch(label: str, agreement: Agreement, descriptions: Mapping[int, Descri
         descriptions: the description of each rank.
     """
     by_rank = dict(sorted(descriptions.items()))
-    where = "" if agreement.event is None else f", number {agreement.event + 1} of this step"
-    who, what = "the ranks", f"the next collective{where}"
+    who, what = "the ranks", "the next collective"
     if agreement.is_message:
         who, what = name_ranks(list(by_rank)), "the message between them"
     shown = [f"{label}: {who} disagree on {what}; no data was moved:"]
@@ -247,7 +246,6 @@ def mismatch(label: str, agreement: Agreement, descriptions: Mapping[int, Descri
     places = {rank: described.call_site.partition("at ")[2] for rank, described in by_rank.items()}
     return PlanMismatch(
         "\n".join(shown),
-        index=agreement.event,
         descriptions={rank: "\n".join([by_rank[rank].headline, *lines]) for rank, lines in differing.items()},
         places={rank: place for rank, place in places.items() if place},
     )
@@ -294,12 +292,12 @@ def _remedy_for_lines(descriptions: Mapping[int, Description], same: str) -> str
     names = list(dict.fromkeys(name for arrays in by_rank.values() for name in arrays))
     counts = {rank: len(arrays) for rank, arrays in by_rank.items()}
     if all(counts.values()) and all(name.startswith("#") for name in names):
-        # Parameters without a name are known by their number: one that is missing changes the numbers of all others.
+        # Arrays of parameters=[...] are known by their number: one that is missing changes the numbers of all others.
         if len(set(counts.values())) > 1:
-            return f"the numbers of gradients differ: {_by_value(counts)}: {same}"
+            return f"the numbers of parameters differ: {_by_value(counts)}: pass the same parameters= on all ranks"
         orders = {tuple(arrays.values()) for arrays in by_rank.values()}
         if len(orders) > 1 and len({tuple(sorted(order)) for order in orders}) == 1:
-            return _ONE_ORDER_OF_GRADIENTS
+            return _ONE_ORDER_OF_PARAMETERS
     for name in names:
         values = {rank: arrays[name] for rank, arrays in by_rank.items() if name in arrays}
         if len(set(values.values())) > 1:
@@ -308,9 +306,11 @@ def _remedy_for_lines(descriptions: Mapping[int, Description], same: str) -> str
         return same
     for name in names:
         if absent := [rank for rank, arrays in by_rank.items() if name not in arrays]:
+            if name.startswith("array of ") and len(set(counts.values())) == 1:
+                return _SAME_VALUES
             return f"{name} is missing here on {name_ranks(absent)}: {same}"
     if len({tuple(arrays) for arrays in by_rank.values()}) > 1:
-        return _ONE_ORDER_OF_GRADIENTS
+        return _ONE_ORDER_OF_PARAMETERS
     return same
 
 
