@@ -9,6 +9,7 @@ with gs.init_process_group() as comm:
     layers["bias"] = np.ones(512, np.float32)
     sync = gs.AllreduceCallback("mean", threshold_bytes=6 * 1024**2)
     weights = np.ones((2048, 32), np.float32)
+    gs.bcast_list_([weights])
     for _ in range(3):
         with sync.backward():
             for name, gradient in layers.items():

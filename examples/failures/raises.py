@@ -12,8 +12,11 @@ def read_shard(step, rank):
 
 
 with gs.init_process_group() as comm:
+    weights = np.zeros(1000)
+    gs.bcast_list_([weights])
     sync = gs.AllreduceCallback("mean")
     for step in range(10):
         batch = read_shard(step, comm.rank)
         with sync.backward():
-            sync("weights", batch)
+            gradient = sync("weights", weights - batch)
+        weights -= 0.1 * gradient.result()

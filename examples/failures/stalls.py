@@ -14,8 +14,11 @@ def read_shard(step, rank):
 
 
 with gs.init_process_group(collective_timeout_seconds=6) as comm:  # default: 300
+    weights = np.zeros(1000)
+    gs.bcast_list_([weights])
     sync = gs.AllreduceCallback("mean")
     for step in range(10):
         batch = read_shard(step, comm.rank)
         with sync.backward():
-            sync("weights", batch)
+            gradient = sync("weights", weights - batch)
+        weights -= 0.1 * gradient.result()
