@@ -5,12 +5,14 @@ import numpy as np
 import gradsync as gs
 
 with gs.init_process_group() as comm:
+    weights = {"conv": np.ones(3), "dense": np.ones(3), "bias": np.ones(3)}
+    gs.bcast_list_(list(weights.values()))
     sync = gs.AllreduceCallback("mean")
-    names = ["conv", "dense", "bias"] if comm.rank == 0 else ["conv", "bias"]
+    names = weights if comm.rank == 0 else ["conv", "bias"]
     try:
         with sync.backward():
             for name in names:
-                sync(name, np.ones(3))
+                sync(name, 2 * weights[name])
     except gs.PlanMismatch as error:
         if comm.rank == 0:
             print(error)
