@@ -180,6 +180,39 @@ def test_a_second_thread_in_a_callback_is_refused(comm, tmp_path):
     assert (first.result() == 2).all()
 
 
+def test_ctrl_c_in_a_flush_cancels(alone):
+    """The thread that flushes gets the interrupt; who waits for a future, a cancelled gradient."""
+
+    def interrupt(bucket):
+        if sync.statistics.steps == 1:
+            raise KeyboardInterrupt
+
+    sync = gs.AllreduceCallback("sum", alone)
+    sync.register_hook(interrupt)
+    assert step(sync, {"w": np.ones(3)})["w"].tolist() == [1.0] * 3
+    with pytest.raises(KeyboardInterrupt), sync.backward():
+        future = sync("w", np.ones(3))
+    assert "KeyboardInterrupt" in str(future.exception())
+    with pytest.raises(gs.GradientCancelled):
+        future.result()
+    sync.register_hook(None)
+    assert step(sync, {"w": np.ones(3)})["w"].tolist() == [1.0] * 3
+
+
+def test_a_gradient_that_another_thread_slips_into_a_flush_is_never_taken_for_a_reduced_one(alone):
+    sync = gs.AllreduceCallback("sum", alone)
+    late = []
+
+    def hand_over(bucket):
+        sync._step._is_busy = False  # as another thread saw it, before the flush
+        late.append(sync("late", np.ones(3)))
+
+    sync.register_hook(hand_over)
+    with pytest.raises(gs.InvalidArgument, match="one thread"), sync.backward():
+        sync("w", np.ones(3))
+    assert isinstance(late[0].exception(), gs.GradsyncError)
+
+
 # -- Forgotten gradients -----------------------------------------------------------------------------------------------
 
 

@@ -123,6 +123,19 @@ def test_another_thread_waits_as_long_as_a_collective_may_take():
             sync.flush()
 
 
+def test_the_thread_that_hands_over_never_waits_for_itself():
+    """Whoever made the callback, or flushed the last step."""
+    with gs.init_process_group("local", collective_timeout_seconds=0.2) as world:
+        sync = gs.AllreduceCallback("sum", world)
+        step(sync, {"w": np.ones(3)})
+        future = in_thread(lambda: sync("w", np.ones(3)))
+        assert isinstance(outcome(future.result), gs.CollectiveTimeout)
+        sync.flush()
+        assert in_thread(future.result).tolist() == [1.0] * 3
+        assert isinstance(in_thread(lambda: sync("w", np.ones(3)).wait()), gs.FutureNotReady)
+        sync.flush()
+
+
 @pytest.mark.ranks(2, fresh=True, options={"collective_timeout_seconds": 1.0})
 def test_another_thread_hears_which_ranks_have_not_come(comm, tmp_path):
     """It waits first, so that its own wait would end before the collective's, which knows who is missing."""

@@ -142,8 +142,7 @@ def test_numbers_are_gradients(comm):
 class Foreign:
     """An array of another library: it supports DLPack, and nothing else.
 
-    An old one exports without a version, and so without a flag that says whether the memory may be written to: as
-    PyTorch before 2.9.
+    An old one exports without a version, and so without a flag that says whether the memory may be written to.
     """
 
     def __init__(self, array: Any, is_old: bool = False) -> None:
@@ -156,15 +155,34 @@ class Foreign:
         return self.array.__dlpack_device__()
 
 
-def reduce_foreign(comm, is_old):
+class Tensor(Foreign):
+    """As of PyTorch before 2.9: its DLPack is old, and __array__ gives its memory."""
+
+    def __init__(self, array: Any) -> None:
+        super().__init__(array, is_old=True)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.array
+
+
+class Unwriteable(Tensor):
+    """As of JAX."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        view = self.array.view()
+        view.setflags(write=False)
+        return view
+
+
+def reduce_foreign(comm, make):
     """What lies in the memory of foreign arrays after steps in which they are new, and come again."""
     arrays, sync, found = arrays_of(comm), gs.AllreduceCallback("sum", comm, threshold_bytes=64), []
     mine = [arrays.put(np.zeros((2, 3), np.float32)), arrays.put(np.zeros(5))]
-    kept = [Foreign(array, is_old) for array in mine]
+    kept = [make(array) for array in mine]
     for number in range(4):
         for array in mine:
             array[...] = comm.rank + number
-        foreign = kept if number > 1 else [Foreign(array, is_old) for array in mine]
+        foreign = kept if number > 1 else [make(array) for array in mine]
         results = step(sync, dict(enumerate(foreign)))
         found.append([arrays.get(array).max() for array in mine] + [results[at] is foreign[at] for at in range(2)])
     return found
@@ -175,12 +193,20 @@ FOREIGN = [[1.0 + 2 * number] * 2 + [True] * 2 for number in range(4)]
 
 @pytest.mark.parametrize("place", ["shm", "fake"])
 def test_results_lie_in_foreign_arrays(run_on_ranks, place):
-    assert run_on_ranks(2, reduce_foreign, False, on=place) == [FOREIGN] * 2
+    assert run_on_ranks(2, reduce_foreign, Foreign, on=place) == [FOREIGN] * 2
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="until bucketing is rebuilt: written, or refused with the remedy")
 def test_results_lie_in_arrays_of_old_dlpack(run_on_ranks):
-    assert run_on_ranks(2, reduce_foreign, True) == [FOREIGN] * 2
+    assert run_on_ranks(2, reduce_foreign, Tensor) == [FOREIGN] * 2
+
+
+def test_an_array_that_may_be_read_only_is_refused_and_one_that_is_gets_a_fresh_result(alone):
+    sync, memory = gs.AllreduceCallback("sum", alone), np.ones(3)
+    with pytest.raises(gs.InvalidArgument, match="a NumPy view or a copy"):
+        sync("w", Foreign(memory, is_old=True))
+    result = step(sync, {"w": Unwriteable(memory)})["w"]
+    assert result.tolist() == [1.0] * 3
+    assert not np.shares_memory(result, memory)
 
 
 # -- Missing gradients -------------------------------------------------------------------------------------------------

@@ -125,6 +125,11 @@ def accept(name: str, grad: Any, communicator: Communicator, options: Options) -
             'AllreduceCallback(parameters=..., missing="zero") then uses zeros'
         )
     native: Array = native_array(communicator, grad, who)
+    if isinstance(native, np.ndarray) and not native.flags.writeable and not hasattr(grad, "__array__"):
+        raise InvalidArgument(
+            f"{communicator.label}: {who} is read-only to NumPy, because the DLPack of {type(grad).__name__} does not "
+            "say that it can be written to, so the result would not be in it: hand over a NumPy view or a copy of it"
+        )
     try:
         options.check_dtype(native.dtype)
     except UnsupportedDtype as error:

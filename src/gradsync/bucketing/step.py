@@ -476,6 +476,11 @@ class Step:
         for bucket in plan.buckets[len(self._launched) :]:
             self._launched.append(self._reduce_bucket(bucket, plan, communicator, op, factor))
         self._order_launched()
+        if len(self._grads) != len(plan.arrival):  # by a thread that had looked at _is_busy just before the flush
+            raise InvalidArgument(
+                f"{communicator.label}: a gradient was handed over while flush() was running: use a callback in one "
+                "thread at a time"
+            )
         self._look_at_values(plan, communicator)
         if beside_host and (self._hook is not None or self._options.clip_norm is not None):
             return mark_end(communicator)  # what they have written on the current stream is the result

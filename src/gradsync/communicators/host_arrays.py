@@ -185,11 +185,24 @@ def _from_dlpack(array: Any, who: str) -> Array:
             f'(DLPack device type {int(device_type)}): copy it to the host, or use backend="nccl"'
         )
     try:
-        return _bfloat16_view(array) if _is_bfloat16(array) else np.from_dlpack(array)
+        return _bfloat16_view(array) if _is_bfloat16(array) else _written_if_may_be(array, np.from_dlpack(array))
     except (RuntimeError, BufferError, TypeError) as error:
         raise InvalidArgument(
             f"{who} cannot view {type(array).__name__} without a copy: {error}{advice(error)}"
         ) from error
+
+
+def _written_if_may_be(array: Any, view: Array) -> Array:
+    """Returns a view of an array of another library through which NumPy writes, if the library allows it.
+
+    NumPy takes each array of DLPack without a version for a read-only one, also those of PyTorch before 2.9; NumPy
+    before 2.2.5 all others too. __array__ tells: PyTorch's can be written to, JAX's cannot.
+    """
+    if view.flags.writeable or not hasattr(array, "__array__"):
+        return view
+    other = np.asarray(array)
+    is_same = other.ctypes.data == view.ctypes.data and (other.shape, other.dtype) == (view.shape, view.dtype)
+    return other if is_same and other.strides == view.strides else view
 
 
 def _is_bfloat16(array: Any) -> bool:
