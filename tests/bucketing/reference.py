@@ -42,12 +42,13 @@ def by_rank(ranks: int, step: int, specs: Specs = SPECS) -> list[Values]:
     return [given(rank, step, specs) for rank in range(ranks)]
 
 
-def reduced(of_ranks: Sequence[Values], method: str = "mean") -> Values:
+def reduced(of_ranks: Sequence[Values], method: str = "mean", weights: Sequence[float] | None = None) -> Values:
     """The sum or mean over the ranks; a rank that has none of a gradient has zeros."""
     results = {}
+    weights = [1] * len(of_ranks) if weights is None else weights
     for name in dict.fromkeys(name for values in of_ranks for name in values):
-        present = [wide(values[name]) for values in of_ranks if name in values]
-        results[name] = np.asarray(sum(present)) / (len(of_ranks) if method == "mean" else 1)
+        terms = [w * wide(values[name]) for w, values in zip(weights, of_ranks, strict=True) if w and name in values]
+        results[name] = np.asarray(sum(terms)) / (sum(weights) if method == "mean" else 1)
     return results
 
 

@@ -29,6 +29,8 @@ class Step(NamedTuple):
         bad: the ranks that have NaN or infinity, and in which gradient.
         seeds: by rank, of the order in which it hands over.
         are_swapped: whether two kept arrays come for each other's parameter.
+        weights: by rank; None: a step without weights.
+        is_silent: whether ranks whose weight is 0 hand over nothing; else they hand over NaN.
     """
 
     layouts: dict[str, str]
@@ -37,6 +39,8 @@ class Step(NamedTuple):
     bad: dict[int, str]
     seeds: list[int]
     are_swapped: bool
+    weights: list[float] | None
+    is_silent: bool
 
 
 class Program(NamedTuple):
@@ -59,23 +63,30 @@ def programs(draw: st.DrawFn, ranks: int) -> Program:
         options["missing"] = draw(st.sampled_from(["error", "zero"]))
     options["nonfinite"] = draw(st.sampled_from(["off", "raise", "skip"]))
     options["clip_norm"] = draw(st.sampled_from([None, 5.0, 1e9, math.inf]))
+    method = draw(st.sampled_from(["sum", "MEAN"]))
     can_miss = options.get("missing") == "zero"
-    steps = []
+    steps: list[Step] = []
     for _ in range(draw(st.integers(1, 4))):
         if can_miss:
             absent = [draw(st.sets(st.sampled_from(names))) for _ in range(ranks)]
         else:  # without parameters= each step may have other gradients
             absent = [set() if is_known else draw(st.sets(st.sampled_from(names), max_size=3))] * ranks
+        weights = None
+        if method == "MEAN" and draw(st.booleans()):
+            weights = [draw(st.sampled_from([0, 1, 2.5, 7])) for _ in range(ranks)]
+            weights = weights if any(weights) else None
+        # Who hands over nothing must know the gradients: from the last step, which is not one that failed.
+        is_silent = draw(st.booleans()) and (is_known or (bool(steps) and steps[-1].absent == absent))
         bad = {}
         if options["nonfinite"] != "off" and draw(st.integers(0, 2)) == 0:
             for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
                 there = [name for name in names if name not in absent[rank] and name != "empty"]
-                if there:
+                if there and (weights is None or weights[rank]):
                     bad[rank] = draw(st.sampled_from(there))
         layouts = draw(st.dictionaries(st.sampled_from(["matrix", "one", "double", "huge"]), st.sampled_from(LAYOUTS)))
-        seeds = [draw(st.integers(0, 2)) for _ in range(ranks)] if is_known else [draw(st.integers(0, 1))] * ranks
-        steps.append(Step(layouts, draw(st.booleans()), absent, bad, seeds, draw(st.booleans())))
-    return Program(draw(st.sampled_from(["sum", "MEAN"])), options, draw(st.booleans()), steps)
+        seeds = [draw(st.integers(0, 2)) for _ in range(ranks)]
+        steps.append(Step(layouts, draw(st.booleans()), absent, bad, seeds, draw(st.booleans()), weights, is_silent))
+    return Program(method, options, draw(st.booleans()), steps)
 
 
 def in_layout(arrays: Any, values: np.ndarray[Any, Any], layout: str) -> Any:
@@ -119,7 +130,13 @@ def run_program(comm: gs.Communicator, program: Program) -> list[bytes]:
                 values[name][...] = 0
         for rank, name in each.bad.items():
             of_ranks[rank][name].reshape(-1)[:1] = np.nan if rank else np.inf
-        mine = {name: values for name, values in of_ranks[comm.rank].items() if name not in each.absent[comm.rank]}
+        absent = each.absent[comm.rank]
+        mine = {name: values.copy() for name, values in of_ranks[comm.rank].items() if name not in absent}
+        weight = None if each.weights is None else each.weights[comm.rank]
+        if weight == 0:
+            mine = {} if each.is_silent else mine
+            for values in mine.values():
+                values[...] = np.nan
         order = np.random.default_rng(each.seeds[comm.rank]).permutation(list(SPECS))
         mine = {str(name): mine[name] for name in order if name in mine}
         if each.are_swapped and {"one", "two"} <= kept.keys():
@@ -137,28 +154,38 @@ def run_program(comm: gs.Communicator, program: Program) -> list[bytes]:
                     in_place.add(name)
         if each.bad and options["nonfinite"] == "raise":
             with pytest.raises(gs.NonFiniteGradient) as raised:
-                reference.step(sync, gradients)
-            assert dict(raised.value.parameters) == each.bad
-            assert raised.value.rank == min(each.bad)
-            assert sync.norm is None
+                step(sync, weight, gradients)
+            assert sorted(raised.value.parameters) == sorted(set(each.bad.values()))
+            assert raised.value.parameter == raised.value.parameters[0]
+            assert (sync.norm, sync.total_weight, sync.results()) == (None, None, {})
             kept.clear()
             continue
-        results = reference.step(sync, gradients)
+        results = step(sync, weight, gradients)
+        assert sync.total_weight == (None if weight is None else sum(each.weights))
         assert sync.skip_step == bool(each.bad)
         if each.bad:
             kept.clear()
             continue
         assert {name for name in mine if results[name] is gradients[name]} == in_place
-        assert set(sync.filled) == (each.absent[comm.rank] if "parameters" in options else set())
-        results |= sync.filled
+        found = sync.results()
+        assert all(found[name] is result for name, result in results.items())
+        everything = set(SPECS) if "parameters" in options else set(SPECS) - absent
+        assert set(found) == everything
+        results = found
         on_host = {name: arrays.get(results[name]) for name in sorted(results)}
-        wanted = {name: array for name, array in reduced(of_ranks, method).items() if name in results}
+        wanted = {name: array for name, array in reduced(of_ranks, method, each.weights).items() if name in results}
         check(comm, on_host, wanted, limit, sync.norm)
         bits += [array.tobytes() for array in on_host.values()]
     assert sync.statistics.skipped_steps == sum(
         bool(each.bad) for each in program.steps if options["nonfinite"] == "skip"
     )
     return bits
+
+
+def step(sync: Any, weight: float | None, gradients: Any) -> dict[str, Any]:
+    with sync.backward(weight=weight):
+        futures = {name: sync(name, gradient) for name, gradient in gradients.items()}
+    return {name: future.result() for name, future in futures.items()}
 
 
 def check(comm: Any, got: Any, wanted: Any, limit: float | None, norm: float | None) -> None:
