@@ -94,8 +94,8 @@ def name_of(param: Any, communicator: Communicator) -> str:
 def name_of_array(param: Any, communicator: Communicator) -> str:
     """Returns the name of a parameter that is an array: its shape, dtype and bytes at its first use."""
     native = native_array(communicator, param, "an array as a gradient's name")
-    digest = digest_of_values(arrays_of(communicator), native)[:16]
-    return f"array of {array_text(dtype_name(native.dtype), native.shape)} with digest {digest}"
+    digest = digest_of_values(arrays_of(communicator), native)
+    return f"array of {array_text(dtype_name(native.dtype), native.shape)} with digest {digest:016x}"
 
 
 # -- Arrays -----------------------------------------------------------------------------------------------------------

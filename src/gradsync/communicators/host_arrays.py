@@ -241,19 +241,16 @@ def overlaps_itself(array: Any) -> bool:
     return False
 
 
-def digest_of_values(arrays: ArrayKind, native: Any) -> str:
-    """Returns the SHA-256, in hexadecimal, of an array's elements as bytes in C order.
+def digest_of_values(arrays: ArrayKind, native: Any) -> int:
+    """Returns a 64-bit digest of an array's elements as bytes in C order; see host_values.digest.
 
     An array on a GPU is copied to host memory in pieces, after the work that is already queued on the current stream.
     """
-    import hashlib  # imported here to keep the start of a rank short
-
-    hasher = hashlib.sha256()
     if isinstance(native, np.ndarray):
-        hasher.update(np.ascontiguousarray(native).reshape(-1).view(np.uint8).data)
-        return hasher.hexdigest()
+        return host_values.digest(np.ascontiguousarray(native).reshape(-1).view(np.uint8))
     flat: Any = arrays.flat(native)
     step = max(1, _PIECE_BYTES // flat.dtype.itemsize)
+    digest = 0
     for begin in range(0, flat.size, step):
-        hasher.update(flat[begin : begin + step].get().view(np.uint8).data)
-    return hasher.hexdigest()
+        digest = host_values.digest(flat[begin : begin + step].get().view(np.uint8), digest)
+    return digest

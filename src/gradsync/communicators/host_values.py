@@ -1,4 +1,4 @@
-"""Arithmetic on the values of arrays: functions that scale them, check for NaN and infinity, and sum the squares.
+"""Arithmetic on the values of arrays: functions that scale them, check for NaN and infinity, sum squares, make digests.
 
 multiply_in_place works for CuPy arrays too. The other functions are for host arrays; the functions for a GPU are in
 nccl/device_arrays.py. all_finite and sum_of_squares may read a value more than once. So they work on pieces that fit
@@ -32,6 +32,10 @@ _UNTHREADED_ELEMENTS = 2**13
 _ROW_ELEMENTS = 2**10
 # If a row's sum is smaller, squares too small for float32 (below 2**-149) could be a relevant part of the sum.
 _LEAST_ROW_SUM = 2.0**-100
+
+# 64-bit words of which a digest is made at a time: they, their keys and the scratch memory fit into a core's cache.
+_DIGEST_WORDS = 2**14
+_DIGEST_FACTOR = 0x9E3779B97F4A7C15
 
 # Products of other dtypes are computed in a wider dtype, or for real and imaginary parts separately.
 _MULTIPLIED_AS_THEY_ARE = (np.dtype(np.float32), np.dtype(np.float64))
@@ -161,6 +165,44 @@ def tables_of(flat: Array) -> list[Array]:
     whole = parts.size - parts.size % _ROW_ELEMENTS
     tables = [parts[:whole].reshape(-1, _ROW_ELEMENTS), parts[whole:].reshape(1, -1)]
     return [table for table in tables if table.size]
+
+
+def digest(data: Array, before: int = 0) -> int:
+    """Returns a 64-bit digest of bytes, in which the position of each byte counts; it is the same on all machines.
+
+    Different bytes of one length have equal digests with a probability of at most 2**-32, and nearly always of 2**-64.
+    The digest is no defence against somebody who looks for such bytes.
+
+    Args:
+        data: a 1-D array of bytes.
+        before: the digest of the bytes before these, if the bytes come in several arrays. The sizes of all arrays
+            except the last one are multiples of 2**20.
+
+    Source: NH of UMAC (Black et al., CRYPTO 1999): each word counts as (low half + key) * (high half + other key).
+    """
+    whole = data.size - data.size % 8
+    words, tail = data[:whole].view("<u8"), data[whole:]
+    size = min(words.size, _DIGEST_WORDS)
+    room, keys = np.empty((2, size), np.uint64), _digest_keys()
+    for begin in range(0, words.size, _DIGEST_WORDS):
+        piece = words[begin : begin + _DIGEST_WORDS]
+        (low, high), (low_keys, high_keys) = room[:, : piece.size], keys[:, : piece.size]
+        np.bitwise_and(piece, 0xFFFFFFFF, out=low)
+        np.right_shift(piece, 32, out=high)
+        low += low_keys
+        high += high_keys
+        low *= high
+        before = (before * _DIGEST_FACTOR + int(np.add.reduce(low))) % 2**64
+    return (before * _DIGEST_FACTOR + int.from_bytes(tail.tobytes(), "little")) % 2**64 if tail.size else before
+
+
+@lru_cache(maxsize=1)
+def _digest_keys() -> Array:
+    """Returns two rows of 64-bit keys that look random: SplitMix64 (Steele et al., OOPSLA 2014) of 1, 2 and so on."""
+    keys = np.arange(1, 2 * _DIGEST_WORDS + 1, dtype=np.uint64) * np.uint64(_DIGEST_FACTOR)
+    keys = (keys ^ keys >> 30) * np.uint64(0xBF58476D1CE4E5B9)
+    keys = (keys ^ keys >> 27) * np.uint64(0x94D049BB133111EB)
+    return (keys ^ keys >> 31).reshape(2, _DIGEST_WORDS)
 
 
 def _is_floating(dtype: np.dtype[Any]) -> bool:
