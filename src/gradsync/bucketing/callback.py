@@ -18,7 +18,7 @@ from gradsync.bucketing.bucket import BucketHook
 from gradsync.bucketing.events import CallbackIdentity
 from gradsync.bucketing.forgotten import watch
 from gradsync.bucketing.gradient import key_of
-from gradsync.bucketing.options import Options
+from gradsync.bucketing.options import CHECK_EVERY, Options
 from gradsync.bucketing.step import Step
 from gradsync.communicators import world
 from gradsync.communicators.communicator import Communicator
@@ -82,6 +82,13 @@ class AllreduceCallback:
             loss scaling.
         clip_norm: the largest Euclidean norm of all reduced gradients together; if theirs is larger, all are scaled
             down to it. `norm` is the norm before. float("inf") computes the norm, and does not clip.
+        check_every: the ranks compare the parameters' values before the first step, and then every so many steps, by a
+            digest of 8 bytes each; 0 means never. They can compare only what the callback knows as arrays:
+            `parameters`, or arrays as `param`. Pass the parameters themselves, and update them in place. Read-only
+            arrays are not compared. If no parameter is known, and nothing was broadcast before the first step, rank 0
+            says so once.
+        diverged: what happens if the values differ. "warn": rank 0 logs which parameter differs, and since when.
+            "raise": all ranks raise PlanMismatch, and no gradient has changed.
 
     Raises:
         InvalidArgument: an option has a wrong value, or lacks another option that it needs, or the group is not a
@@ -105,6 +112,8 @@ class AllreduceCallback:
         gradient_as_bucket_view: bool = False,
         nonfinite: Literal["off", "raise", "skip"] = "off",
         clip_norm: float | None = None,
+        check_every: int = CHECK_EVERY,
+        diverged: Literal["warn", "raise"] = "warn",
         **removed: NoReturn,  # so that type checkers refuse misspelt options
     ) -> None:
         if removed:
@@ -125,7 +134,17 @@ class AllreduceCallback:
             group_or_world(group, "AllreduceCallback")
         self._backend = backend
         self._name = name
-        options = Options(self.op, threshold_bytes, parameters, missing, gradient_as_bucket_view, nonfinite, clip_norm)
+        options = Options(
+            self.op,
+            threshold_bytes,
+            parameters,
+            missing,
+            gradient_as_bucket_view,
+            nonfinite,
+            clip_norm,
+            check_every,
+            diverged,
+        )
         self._group = group
         self._in_views = gradient_as_bucket_view
         self._step = Step(options, CallbackIdentity(name, group))

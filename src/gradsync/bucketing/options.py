@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from gradsync.arguments import is_number
+from gradsync.arguments import check_integer, is_number
 from gradsync.bucketing.values import POLICIES
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp, check_operation, dtype_name
+
+CHECK_EVERY = 1000  # steps: the digests then cost less than 0.1 % of them
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,15 @@ class Options:
     gradient_as_bucket_view: bool
     nonfinite: str
     clip_norm: float | None
+    check_every: int
+    diverged: str
     _accepted: set[np.dtype[Any]] = field(default_factory=set)  # dtypes that were checked before
 
     def __post_init__(self) -> None:
         _check_word("missing", self.missing, ("error", "zero"))
         _check_word("nonfinite", self.nonfinite, POLICIES)
+        _check_word("diverged", self.diverged, ("warn", "raise"))
+        check_integer("AllreduceCallback", "check_every", self.check_every, 0)
         if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
             raise InvalidArgument(
                 f"clip_norm must be a number above 0, or None for no clipping, got {self.clip_norm!r}"
@@ -67,6 +73,10 @@ class Options:
             settings["nonfinite"] = f'"{self.nonfinite}"'
         if self.clip_norm is not None:
             settings["clip_norm"] = str(float(self.clip_norm))
+        if self.check_every != CHECK_EVERY:
+            settings["check_every"] = str(self.check_every)
+        if self.diverged != "warn":
+            settings["diverged"] = f'"{self.diverged}"'
         return settings
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:

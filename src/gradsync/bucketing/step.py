@@ -31,6 +31,7 @@ from gradsync.bucketing.bucket import (
     list_of_names,
     run_hook,
 )
+from gradsync.bucketing.divergence import Divergence, Parameter
 from gradsync.bucketing.events import CallbackIdentity, StepEvents
 from gradsync.bucketing.gradient import (
     PLAIN_NAMES,
@@ -45,6 +46,7 @@ from gradsync.bucketing.gradient import (
     name_of,
 )
 from gradsync.bucketing.options import Options
+from gradsync.bucketing.unread import UnreadResults
 from gradsync.bucketing.values import bits_of, norm_of, number_of
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.communicator import Communicator
@@ -145,6 +147,7 @@ class Step:
         statistics: the counters of all steps.
         norm, skip_step, total_weight: of the last step; see AllreduceCallback.
         parameters: the option.
+        unread: tells, in the first steps, of results that nobody can read; None if there is nothing to look for.
     """
 
     def __init__(self, options: Options, identity: CallbackIdentity) -> None:
@@ -168,6 +171,9 @@ class Step:
         self._plan: _Plan | None = None  # None: the gradients look different from those of the last step
         self._results: dict[Hashable, Any] | None = {}  # of the last step; None within a backward pass
         self._is_busy = False
+        self._divergence: Divergence | None = None  # with a communicator
+        self.unread: UnreadResults | None = None
+        self._is_watched = False  # gradients live in buckets, or `unread` is there: no short way for them
         self._begin()
 
     def _begin(self) -> None:
@@ -220,6 +226,11 @@ class Step:
         options = self._options
         self._plan, self._memory, self._results = None, None, {}
         self._known = {}
+        self._divergence = Divergence(options.check_every, options.diverged == "raise", communicator)
+        self.unread = None
+        if communicator.world_size > 1 and not options.gradient_as_bucket_view and self._hook is None:
+            self.unread = UnreadResults(communicator.label)
+        self._is_watched = self.unread is not None
         if self._is_fixed:
             self._known = known_parameters(options.parameters, options.op, communicator)
             in_views = options.gradient_as_bucket_view and not runs_beside_host(communicator)
@@ -231,6 +242,8 @@ class Step:
     def use_hook(self, hook: BucketHook | None) -> None:
         """Uses a hook, or no hook, for the buckets of later steps."""
         self._hook = hook
+        if hook is not None:  # which may use the results itself
+            self._stop_watching()
         self._events.change_settings(self._options.settings() | ({} if hook is None else {"hook": ""}))
         self._plan = self._plan_of(list(self._known)) if self._is_fixed and self._known else None
 
@@ -263,6 +276,7 @@ class Step:
         if self._memory is None and self._options.gradient_as_bucket_view:
             assert self._plan is not None
             self._memory = BucketMemory(self._plan.buckets, communicator)
+            self._is_watched = True
         return self._memory
 
     def begin_pass(self, weight: float | None) -> None:
@@ -276,6 +290,7 @@ class Step:
                 "backward(weight=) begins a step, and gradients were handed over before it: hand them over in the "
                 "block, or call flush() first"
             )
+        self.tell_unread()
         self._results = None
         self._weight = weight
 
@@ -294,7 +309,7 @@ class Step:
             or its.dtype is not grad.dtype
             or not grad.flags.carray
             or key in self._grads
-            or self._memory is not None
+            or self._is_watched
         ):
             return self._admit(param, key, grad, communicator)
         self._grads[key] = grad
@@ -306,7 +321,9 @@ class Step:
         return self._end
 
     def _admit(self, param: Any, key: Hashable, grad: Any, communicator: Communicator) -> GradientFuture:
-        """Takes a gradient that is new, or cannot be reduced where it lies; checks it."""
+        """Takes a gradient that is new, is watched, or cannot be reduced where it lies; checks it."""
+        if self.unread is not None and not self._grads:
+            self.tell_unread()
         beside_host = runs_beside_host(communicator)
         if beside_host:
             check_stream(communicator, "a gradient")
@@ -351,7 +368,11 @@ class Step:
             self._marks.add(mark_work(communicator))
         self._grads[key] = native
         self._values[key] = value
-        future = GradientFuture(its.name, self._end or self._begin_end(), value)
+        end = self._end or self._begin_end()
+        if self.unread is None:
+            future = GradientFuture(its.name, end, value)
+        else:
+            future = self.unread.future(key, its.name, end, value, is_new=value is not grad)
         if beside_host and self._is_fixed:
             self._launch_complete(communicator)
         return future
@@ -439,6 +460,8 @@ class Step:
             self._is_busy = True
             if self._grads or self._weight is not None or (self._is_fixed and self._options.missing == "zero"):
                 completion = self._reduce(communicator)
+                assert self._divergence is not None
+                self._divergence.end_step(is_used=self._total_weight != 0.0 and not self.skip_step)
             else:
                 completion = None
                 compare(communicator, self._events.of("flush of a step without gradients"))
@@ -464,6 +487,7 @@ class Step:
         self._check_overlaps(communicator)
         self._fill_missing(communicator)
         plan = self._planned()
+        self._compare_parameters(plan)
         op, factor = self._agreed_factor(communicator)
         if self._total_weight == 0.0:
             return None
@@ -610,6 +634,21 @@ class Step:
                 self._factor = ReduceOp.SUM, self._weight / largest / sum(weight / largest for weight in weights)
         return self._factor
 
+    def _compare_parameters(self, plan: _Plan) -> None:
+        """Compares the parameters' values, where it is time for it; before anything else in a step, on all ranks."""
+        divergence, given = self._divergence, self.parameters
+        if divergence is None or not divergence.is_due or not plan.buckets:
+            return
+        parameters = []
+        for bucket in plan.buckets:
+            for key in bucket.keys:
+                its = self._known[key]
+                named = given.get(its.param) if isinstance(given, Mapping) else None
+                array = its.param if is_array(its.param) else named
+                parameters.append(Parameter(its.name, array, self._grads.get(key)))
+        agreement = plan.agreements[self._weight is not None][0]
+        divergence.compare(parameters, agreement, is_fixed=self._is_fixed)
+
     # -- Early launches: a GPU, and `parameters=` ---------------------------------------------------------------------
 
     def _launch_complete(self, communicator: Communicator) -> None:
@@ -624,6 +663,7 @@ class Step:
             began = time.perf_counter()
             try:
                 self._is_busy = True
+                self._compare_parameters(plan)
                 op, factor = self._agreed_factor(communicator)
                 if self._total_weight == 0.0:
                     return
@@ -693,11 +733,25 @@ class Step:
         """
         if self._results is None or self.count:
             raise FutureNotReady("results() gives the gradients of the last step, and a step has begun: call it after")
+        if self.unread is not None:
+            self.unread.forget()
         return self._results
 
     def forget_results(self) -> None:
         """Lets go of the results of the last step."""
         self._results = {}
+        if self.unread is not None:
+            self.unread.forget()
+
+    def tell_unread(self) -> None:
+        """Tells of results of the last step that nobody can read; call it before the next step begins."""
+        if self.unread is not None:
+            self.unread.tell()
+            if self.unread.is_over:
+                self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        self.unread, self._is_watched = None, self._memory is not None
 
     def param_of(self, key: Hashable) -> Any:
         """Returns what the program calls a gradient: its name, or the text that names an array."""
@@ -738,6 +792,8 @@ class Step:
         end = self._end
         self.ended += 1
         self._begin()
+        if self.unread is not None:
+            self.unread.end_step(self._results or {})
         if end is not None:
             self._end = end  # until the futures have heard of it: Ctrl-C may come in between
             try:

@@ -234,7 +234,7 @@ def _kept_callback(communicator: Communicator, op: ReduceOp, structure: Node | N
     if callback is None:
         if len(callbacks) >= _MOST_TREES:
             callbacks.clear()
-        callback = AllreduceCallback(op.value, communicator, name=_WHAT, threshold_bytes=_LIST_BYTES)
+        callback = AllreduceCallback(op.value, communicator, name=_WHAT, threshold_bytes=_LIST_BYTES, check_every=0)
         callbacks[op, structure] = callback
     return callback
 

@@ -199,10 +199,11 @@ def digest(data: Array, before: int = 0) -> int:
 @lru_cache(maxsize=1)
 def _digest_keys() -> Array:
     """Returns two rows of 64-bit keys that look random: SplitMix64 (Steele et al., OOPSLA 2014) of 1, 2 and so on."""
-    keys = np.arange(1, 2 * _DIGEST_WORDS + 1, dtype=np.uint64) * np.uint64(_DIGEST_FACTOR)
+    keys: Array = np.arange(1, 2 * _DIGEST_WORDS + 1, dtype=np.uint64) * np.uint64(_DIGEST_FACTOR)
     keys = (keys ^ keys >> 30) * np.uint64(0xBF58476D1CE4E5B9)
     keys = (keys ^ keys >> 27) * np.uint64(0x94D049BB133111EB)
-    return (keys ^ keys >> 31).reshape(2, _DIGEST_WORDS)
+    keys ^= keys >> 31
+    return keys.reshape(2, _DIGEST_WORDS)
 
 
 def _is_floating(dtype: np.dtype[Any]) -> bool:

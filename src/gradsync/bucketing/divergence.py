@@ -1,0 +1,213 @@
+"""Do all ranks have the same parameters? They compare digests before the first step, and every so many steps.
+
+Gradients are averaged, parameters are not: a rank that begins with other values, or makes another update, trains a
+model of its own, and no gradient shows it. The ranks can compare only what a callback knows as arrays.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import numpy as np
+
+from gradsync.communicators import world
+from gradsync.communicators.agreement import Agreement, digest_of
+from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.for_bucketing import arrays_of, exchange_numbers, native_array
+from gradsync.communicators.host_arrays import digest_of_values
+from gradsync.errors import PlanMismatch
+
+_log = logging.getLogger("gradsync")
+_WHAT = "comparison of the parameters' values"
+#: How the flight recorder's lines begin for what gives all ranks the same values, or compares them.
+_SHARING = ("broadcast", "bcast_list_", "objects.broadcast", "check_consistency", _WHAT)
+_UNKNOWN = 0  # in place of a digest
+_told: WeakSet[Communicator] = WeakSet()  # where nothing was broadcast; told once
+
+
+class Parameter(NamedTuple):
+    """A parameter of the step.
+
+    Attributes:
+        name: the same on all ranks.
+        array: its values; None, or something that is no array, if they are not known.
+        gradient: this step's, as a native array; None if it has not been handed over.
+    """
+
+    name: str
+    array: Any
+    gradient: Any
+
+
+class Divergence:
+    """Compares the parameters of one callback on one communicator.
+
+    Args:
+        check_every: the number of steps from one comparison to the next; 0 switches them off.
+        raises: whether values that differ are an error; else they are a warning.
+        communicator: whose ranks compare.
+    """
+
+    def __init__(self, check_every: int, raises: bool, communicator: Communicator) -> None:
+        self._every = check_every if communicator.world_size > 1 else 0
+        self._raises, self._communicator = raises, communicator
+        self._steps = 0  # that have ended
+        self._compared_at = -1  # the steps that had ended at the last comparison
+        self._equal_at: int | None = None  # the same for the last comparison that found no difference
+        self._digests: list[int] = []  # of this rank, at the last comparison
+        self._updates = 0  # since then
+        self._has_warned = self._has_told = False
+        self._has_gradients = False  # `parameters=` names the gradients' arrays, not the parameters
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the ranks compare their parameters in this step; equal on all ranks."""
+        return self._every > 0 and self._steps % self._every == 0 and self._compared_at != self._steps
+
+    def end_step(self, *, is_used: bool) -> None:
+        """Counts a step that all ranks have ended; `is_used`: with results that change the parameters."""
+        self._steps += 1
+        self._updates += is_used
+
+    def compare(self, parameters: Sequence[Parameter], step: Agreement, *, is_fixed: bool) -> None:
+        """Compares the parameters' values. Every rank must call it.
+
+        Args:
+            parameters: those of the step, in the plan's order.
+            step: the agreement on the step.
+            is_fixed: whether the callback has the option `parameters`: then some ranks may know arrays, others shapes.
+
+        Raises:
+            PlanMismatch: the steps differ; ranks name the same parameters in another order; or values differ, and this
+                is an error. All ranks raise it.
+            RankFailed, CollectiveTimeout, CommunicatorClosed: the exchange has failed.
+        """
+        communicator = self._communicator
+        is_told = self._compared_at >= 0 or _was_shared(communicator)
+        mine = self._digests_of(parameters)
+        rows: list[list[int]] = [[]]
+        if is_fixed or any(mine):
+            agreement = Agreement(digest_of(_WHAT, step.digest), step.describe, summarise=lambda: _WHAT)
+            rows = exchange_numbers(communicator, _WHAT, mine, agreement)
+        known = [at for at, of_ranks in enumerate(zip(*rows, strict=True)) if all(of_ranks)]
+        different = [at for at in known if any(row[at] != rows[0][at] for row in rows)]
+        if different:
+            self._check_order([each.name for each in parameters], different, rows)
+            self._report(parameters, different, len(known), rows)
+        elif known:
+            self._equal_at, self._has_warned = self._steps, False
+        elif not is_told:
+            self._tell_of_no_broadcast()
+        if any(mine) and mine == self._digests and self._updates:
+            self._tell_of_no_change()
+        self._compared_at, self._digests, self._updates = self._steps, mine, 0
+
+    def _digests_of(self, parameters: Sequence[Parameter]) -> list[int]:
+        """Returns each parameter's digest, or _UNKNOWN.
+
+        Some arrays tell nothing of the parameter's values. The program may have replaced a read-only one, as JAX's are.
+        And an array that shares memory with a gradient is the gradient, which was passed for its shape.
+        """
+        if self._has_gradients or any(_share_memory(each.array, each.gradient) for each in parameters):
+            self._has_gradients = True
+            return [_UNKNOWN] * len(parameters)
+        arrays, digests = arrays_of(self._communicator), []
+        for each in parameters:
+            native = None
+            if hasattr(each.array, "dtype"):
+                native = native_array(self._communicator, each.array, f"parameter {each.name}")
+            if native is None or not arrays.writeable(native):
+                digests.append(_UNKNOWN)
+            else:
+                digest = digest_of_values(arrays, native) or 1
+                digests.append(digest - 2**64 if digest >= 2**63 else digest)  # the exchange is of signed numbers
+        return digests
+
+    def _check_order(self, names: Sequence[str], different: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
+        """Raises PlanMismatch if two ranks have the same values, each only once, under each other's names."""
+        unique = []
+        for row in rows:
+            counts = Counter(row)
+            unique.append({row[at]: at for at in different if counts[row[at]] == 1})
+        for rank, theirs in enumerate(unique):
+            if rank and theirs and theirs.keys() == unique[0].keys() and theirs != unique[0]:
+                at = next(at for at in different if rows[0][at] in theirs and theirs[rows[0][at]] != at)
+                label, ranks = self._communicator.label, self._communicator.ranks
+                raise PlanMismatch(
+                    f"{label}: the ranks name the same parameters in another order: rank {ranks[rank]} has the values "
+                    f"of rank {ranks[0]}'s {names[at]} under {names[theirs[rows[0][at]]]}. Their gradients would be "
+                    "mixed: name each parameter alike on all ranks, in the same order in parameters=",
+                    descriptions={ranks[0]: names[at], ranks[rank]: names[theirs[rows[0][at]]]},
+                )
+
+    def _report(
+        self, parameters: Sequence[Parameter], different: Sequence[int], count: int, rows: Sequence[Sequence[int]]
+    ) -> None:
+        """Warns of values that differ, once, or raises PlanMismatch."""
+        communicator = self._communicator
+        first, name = rows[0], parameters[different[0]].name
+        other = next(rank for rank, row in enumerate(rows) if row[different[0]] != first[different[0]])
+        which = (
+            f"The first parameter that differs is {name}: rank {communicator.ranks[other]} has other values than rank "
+            f"{communicator.ranks[0]}; {len(different)} of {count} arrays differ. Gradients are averaged, parameters "
+            "are not: "
+        )
+        if self._steps == 0:
+            text = "the parameters differ between the ranks before the first step. " + which
+            text += "call gs.bcast_list_(arrays, root=0) with all parameters before the first step"
+        else:
+            since = "" if self._equal_at is None else f"they were equal before step {self._equal_at + 1}, and "
+            text = f"the parameters have diverged: {since}they differ before step {self._steps + 1}. " + which
+            text += "see that all ranks make the same updates, from the same results, or broadcast them again"
+        if self._raises:
+            raise PlanMismatch(
+                f"{communicator.label}: {text}",
+                descriptions={
+                    rank: f"{name} with digest {row[different[0]] % 2**64:016x}"
+                    for rank, row in zip(communicator.ranks, rows, strict=True)
+                },
+            )
+        if not self._has_warned and not communicator.rank:
+            _log.warning("%s: %s", communicator.label, text)
+        self._has_warned = True
+
+    def _tell_of_no_broadcast(self) -> None:
+        communicator = self._communicator
+        if not communicator.rank and communicator not in _told:
+            _told.add(communicator)
+            _log.warning(
+                "%s: nobody has made sure that all ranks begin with the same parameters: nothing was broadcast before "
+                "the first step, and the callback does not know the parameters as arrays, so that it cannot compare "
+                "them. Call gs.broadcast_tree(parameters) or gs.bcast_list_(arrays), or pass parameters={name: array}; "
+                "check_every=0 if they are equal all the same",
+                communicator.label,
+            )
+
+    def _tell_of_no_change(self) -> None:
+        if not self._communicator.rank and not self._has_told:
+            _log.warning(
+                "%s: no parameter has changed in %d steps, so their comparison tells nothing. It sees the arrays that "
+                "the callback was given: update them in place (w -= lr * g, not w = w - lr * g), or pass check_every=0",
+                self._communicator.label,
+                self._updates,
+            )
+        self._has_told = True
+
+
+def _was_shared(communicator: Communicator) -> bool:
+    """Whether something was broadcast or compared on a communicator, or on the world; True if that is forgotten."""
+    for each in {communicator, world.current or communicator}:
+        entries = each.recorder.entries()
+        if each.recorder.begun > len(entries) or any(entry.what.headline().startswith(_SHARING) for entry in entries):
+            return True
+    return False
+
+
+def _share_memory(array: Any, gradient: Any) -> bool:
+    if array is gradient:
+        return array is not None
+    return isinstance(array, np.ndarray) and isinstance(gradient, np.ndarray) and np.may_share_memory(array, gradient)
