@@ -61,9 +61,9 @@ def test_errors_pickle_and_are_public(kind):
             gs.RankFailed,
             {"rank": 3, "phase": "all_reduce", "exit_code": -9, "traceback_text": "...", "results": {0: 1}},
         ),
-        (gs.PlanMismatch, {"index": 2, "descriptions": {0: "a", 1: "b"}}),
+        (gs.PlanMismatch, {"descriptions": {0: "a", 1: "b"}, "places": {0: "train.py:4"}}),
         (gs.NonFiniteGradient, {"parameters": ("w", "b")}),
-        (gs.MissingGradient, {"index": 2}),
+        (gs.MissingGradient, {"descriptions": {0: "a"}}),
     ],
 )
 def test_attributes_of_errors_survive_pickling(kind, attributes):

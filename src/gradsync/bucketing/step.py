@@ -715,7 +715,8 @@ class Step:
         specs = [known[key].spec for key in bad]
         names = list_of_names([spec.name for spec in specs])
         return NonFiniteGradient(
-            f"{communicator.label}: NaN or infinity in the reduced gradients of {names}",
+            f"{communicator.label}: NaN or infinity in the reduced gradients of {names}: check the batches of this "
+            "step, or lower the learning rate, or the loss scale",
             parameters=tuple([spec.label for spec in specs]),
         )
 
