@@ -317,6 +317,8 @@ class Step:
 
     def _begin_end(self) -> CollectiveEnd:
         assert self._communicator is not None
+        if trace.active is not None:
+            trace.active.begin_step(self._communicator.recorder)
         self._end = CollectiveEnd(timeout_seconds(self._communicator))
         return self._end
 
@@ -466,6 +468,8 @@ class Step:
                 completion = None
                 compare(communicator, self._events.of("flush of a step without gradients"))
             self.statistics.communication_seconds += time.perf_counter() - began
+            if trace.active is not None and self._grads:
+                trace.active.end_step(communicator.recorder, self.count)
             self.total_weight = self._total_weight
             if self.total_weight == 0.0:
                 self._end_unreduced()
@@ -493,8 +497,6 @@ class Step:
             return None
         if self._weight == 0.0:
             self._drop_own(communicator)
-        if trace.active is not None and self._grads:
-            trace.active.end_step(communicator.recorder, self.count)
         if beside_host:
             self._marks.add(mark_work(communicator))
         for bucket in plan.buckets[len(self._launched) :]:
