@@ -6,19 +6,18 @@ on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
-from gradsync.arguments import is_number, refuse_words
+from gradsync.arguments import refuse_words
 from gradsync.backends import BACKENDS, unknown_backend
 from gradsync.bucketing.bucket import BucketHook
 from gradsync.bucketing.events import CallbackIdentity
 from gradsync.bucketing.forgotten import watch
 from gradsync.bucketing.gradient import key_of
-from gradsync.bucketing.options import CHECK_EVERY, Options
+from gradsync.bucketing.options import CHECK_EVERY, Options, checked_weight
 from gradsync.bucketing.step import Step
 from gradsync.communicators import world
 from gradsync.communicators.communicator import Communicator
@@ -26,7 +25,7 @@ from gradsync.communicators.lifetime import culprit_of
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch, describe
 from gradsync.futures import GradientFuture
-from gradsync.reduction import ReduceOp, parse_reduce_method
+from gradsync.reduction import parse_reduce_method
 from gradsync.removed import no_attribute, refuse_removed
 
 _FOREIGN = {
@@ -333,7 +332,7 @@ class AllreduceCallback:
                     "flush(weight=) is not for callbacks with parameters=, whose buckets may be launched before the "
                     "flush: pass the weight to backward(weight=)"
                 )
-            weight = self._checked_weight(weight)
+            weight = checked_weight(weight, self.op)
         communicator = self._group or world.current
         if communicator is None or self._backend is not None:
             communicator = self._communicator()
@@ -362,7 +361,7 @@ class AllreduceCallback:
             InvalidArgument: the weight is not a finite number of at least 0, or the reduce method is "sum".
         """
         step = self._step
-        step.begin_pass(None if weight is None else self._checked_weight(weight))
+        step.begin_pass(checked_weight(weight, self.op))
         ended = step.ended
         try:
             yield
@@ -372,19 +371,6 @@ class AllreduceCallback:
         except BaseException as error:
             self._abandon(error)
             raise
-
-    def _checked_weight(self, weight: Any) -> float:
-        try:
-            number = float(weight) if is_number(weight) else math.nan
-        except OverflowError:  # of an integer
-            number = math.inf
-        if not 0 <= number < math.inf:
-            raise InvalidArgument(f"weight must be a finite number of at least 0, got {weight!r}")
-        if self.op is not ReduceOp.MEAN:
-            raise InvalidArgument(
-                'weight= is for AllreduceCallback("mean"): multiply the gradients of a "sum" yourself'
-            )
-        return number
 
     def _check_between_steps(self, what: str) -> None:
         if self._step.count:

@@ -28,14 +28,14 @@ class Options:
     """
 
     op: ReduceOp
-    threshold_bytes: Any
-    parameters: Any
-    missing: str
-    gradient_as_bucket_view: bool
-    nonfinite: str
-    clip_norm: float | None
-    check_every: int
-    diverged: str
+    threshold_bytes: Any = None
+    parameters: Any = None
+    missing: str = "error"
+    gradient_as_bucket_view: bool = False
+    nonfinite: str = "off"
+    clip_norm: float | None = None
+    check_every: int = 0
+    diverged: str = "warn"
     _accepted: set[np.dtype[Any]] = field(default_factory=set)  # dtypes that were checked before
 
     def __post_init__(self) -> None:
@@ -95,6 +95,25 @@ class Options:
                 'astype first; clip_norm=float("inf") computes the norm alone'
             )
         self._accepted.add(dtype)
+
+
+def checked_weight(weight: Any, op: ReduceOp) -> float | None:
+    """Returns a rank's weight as a float; None if there is none.
+
+    Raises:
+        InvalidArgument: the weight is not a finite number of at least 0, or the reduction is no mean.
+    """
+    if weight is None:
+        return None
+    try:
+        number = float(weight) if is_number(weight) else math.nan
+    except OverflowError:  # of an integer
+        number = math.inf
+    if not 0 <= number < math.inf:
+        raise InvalidArgument(f"weight must be a finite number of at least 0, got {weight!r}")
+    if op is not ReduceOp.MEAN:
+        raise InvalidArgument('weight= is for "mean": multiply the gradients of a "sum" yourself')
+    return number
 
 
 def _check_word(name: str, word: Any, known: tuple[str, ...]) -> None:

@@ -18,7 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from gradsync.bucketing.callback import AllreduceCallback
+from gradsync.bucketing.events import CallbackIdentity
 from gradsync.bucketing.lists import broadcast_named, communicator_and_root
+from gradsync.bucketing.options import Options, checked_weight
+from gradsync.bucketing.step import Step
 from gradsync.communicators.agreement import array_text
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import arrays_of, kept, native_array
@@ -174,7 +177,7 @@ def average_gradients(
     place. A number (NumPy scalar, float, complex, int) is replaced by a new number. None stays None, except with a
     callback: where another rank has a gradient, and the callback has missing="zero", the result is put there.
 
-    With one rank and without a callback, the function returns the tree unchanged and unchecked.
+    With one rank, without a callback and a weight, the function returns the tree unchanged and unchecked.
 
     Args:
         tree: a tree of gradients on the communicator's device. A single array is a tree too. The function does not
@@ -184,7 +187,8 @@ def average_gradients(
         op: "mean" or "sum", in upper or lower case. None means the callback's operator or, without a callback, "mean".
         communicator: the communicator of the ranks. None means the callback's communicator or, without a callback, the
             world communicator.
-        weight: this rank's weight in the mean, such as the number of its samples; see AllreduceCallback.backward.
+        weight: this rank's weight in the mean, such as the number of its samples; see AllreduceCallback.backward. If
+            all weights are 0, nothing is reduced, and the tree that is returned has None in place of each gradient.
 
     Returns:
         A tree of the same structure. Its containers are copies, unless the tree is returned unchanged.
@@ -206,37 +210,38 @@ def average_gradients(
             )
         leaves, structure, names = _taken_apart(tree, _WHAT)
         with callback.backward(weight=weight):
-            _hand_over(names, leaves, callback)
-        return _with_results(tree, leaves, structure, names, callback)
+            _hand_over(names, leaves, callback, callback._communicator())
+        return _with_results(tree, leaves, structure, names, callback._step)
     method = parse_reduce_method("mean" if op is None else op, f"{_WHAT}: op")
     communicator = group_or_world(communicator, _WHAT, "communicator")
     if pending:
         check_may_call(communicator.label, _WHAT)
-    if communicator.world_size == 1:
+    if communicator.world_size == 1 and weight is None:
         return tree
     leaves, structure, names = _taken_apart(tree, f"{communicator.label}: {_WHAT}")
-    callback = _kept_callback(communicator, method, structure)
+    weight, step = checked_weight(weight, method), _kept_step(communicator, method, structure)
     try:
-        _hand_over(names, leaves, callback)
-        callback.flush(weight=weight)
-        return _with_results(tree, leaves, structure, names, callback)
+        _hand_over(names, leaves, partial(step.take, communicator=communicator), communicator)
+        step.flush(communicator, weight)
+        return _with_results(tree, leaves, structure, names, step)
     except BaseException as error:
-        callback._step.fail(error)
+        step.fail(error)
         raise
     finally:
-        callback._step.forget_results()  # the arrays are the caller's
+        step.forget_results()  # the arrays are the caller's
 
 
-def _kept_callback(communicator: Communicator, op: ReduceOp, structure: Node | None) -> AllreduceCallback:
-    """Returns the callback for trees of one structure; it keeps their plan."""
-    callbacks = kept(communicator)
-    callback: AllreduceCallback | None = callbacks.get((op, structure))
-    if callback is None:
-        if len(callbacks) >= _MOST_TREES:
-            callbacks.clear()
-        callback = AllreduceCallback(op.value, communicator, name=_WHAT, threshold_bytes=_LIST_BYTES, check_every=0)
-        callbacks[op, structure] = callback
-    return callback
+def _kept_step(communicator: Communicator, op: ReduceOp, structure: Node | None) -> Step:
+    """Returns the step for trees of one structure, which keeps their plan."""
+    steps = kept(communicator)
+    step: Step | None = steps.get((op, structure))
+    if step is None:
+        if len(steps) > _MOST_TREES:
+            steps.clear()
+        # One identity for all: the ranks may come with different trees, and are told so.
+        identity = steps.setdefault(_WHAT, CallbackIdentity(_WHAT, communicator))
+        steps[op, structure] = step = Step(Options(op, _LIST_BYTES), identity)
+    return step
 
 
 _names: dict[Node | None, list[str]] = {}  # of the leaves of trees that were averaged
@@ -257,32 +262,35 @@ def _taken_apart(tree: Any, who: str) -> tuple[list[Any], Node | None, list[str]
     return leaves, structure, names
 
 
-def _hand_over(names: Sequence[str], leaves: Sequence[Any], callback: AllreduceCallback) -> None:
+def _hand_over(
+    names: Sequence[str], leaves: Sequence[Any], take: Callable[[str, Any], Any], communicator: Communicator
+) -> None:
     for name, leaf in zip(names, leaves, strict=True):
         if type(leaf) is np.ndarray:
-            callback(name, leaf)
+            take(name, leaf)
         elif leaf is not None:
-            callback(name, _as_array(name, leaf, callback))
+            take(name, _as_array(name, leaf, communicator))
 
 
-def _as_array(name: str, leaf: Any, callback: AllreduceCallback) -> Any:
-    if isinstance(leaf, int) and abs(leaf) >= 2**63 // callback._communicator().world_size:
-        raise InvalidArgument(f"{_WHAT}: {name} is {leaf}, too large for a sum of 64 bits")
+def _as_array(name: str, leaf: Any, communicator: Communicator) -> Any:
+    if isinstance(leaf, int) and abs(leaf) >= 2**63 // communicator.world_size:
+        raise InvalidArgument(f"{communicator.label}: {_WHAT}: {name} is {leaf}, too large for a sum of 64 bits")
     if isinstance(leaf, (np.generic, int, float, complex)):
         return np.asarray(leaf)
     if _is_array(leaf):
         return leaf
     raise InvalidArgument(
-        f"{_WHAT}: {name} is {type(leaf).__name__}, not a gradient: a tree has arrays, numbers or None in dicts, "
-        "lists, tuples, namedtuples and dataclasses"
+        f"{communicator.label}: {_WHAT}: {name} is {type(leaf).__name__}, not a gradient: a tree has arrays, numbers "
+        "or None in dicts, lists, tuples, namedtuples and dataclasses"
     )
 
 
-def _with_results(
-    tree: Tree, leaves: Sequence[Any], structure: Node | None, names: Sequence[str], callback: AllreduceCallback
-) -> Tree:
-    results = map(callback._step.results().get, names)
-    whole: Tree = unflatten(tree, structure, map(_as_given, leaves, results))
+def _with_results(tree: Tree, leaves: Sequence[Any], structure: Node | None, names: Sequence[str], step: Step) -> Tree:
+    results = map(step.results().get, names)
+    new: Iterable[Any] = map(_as_given, leaves, results)
+    if step.total_weight == 0.0:  # no rank had a batch: nothing was reduced
+        new = [None] * len(leaves)
+    whole: Tree = unflatten(tree, structure, iter(new))
     return whole
 
 
