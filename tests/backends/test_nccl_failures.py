@@ -69,7 +69,7 @@ def test_ranks_that_differ_are_told_before_data_move_and_go_on(comm):
     callback = gs.AllreduceCallback("sum", comm, threshold_bytes=1)
     array, ranks = full(1, 3), set(range(comm.world_size))
     attempts = {
-        "another bucket": lambda: step(callback, "abced" if comm.rank == 1 else "abcde"),
+        "another bucket": lambda: step(callback, "abcdx" if comm.rank == 1 else "abcde"),
         "another collective": lambda: comm.all_reduce(array) if comm.rank == 1 else step(callback, "abcde"),
         "all differ": lambda: step(callback, "abcd" + "xyz"[comm.rank]),
     }
