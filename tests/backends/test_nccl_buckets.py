@@ -124,7 +124,7 @@ def test_an_exception_after_launches_reaches_the_other_rank(comm, on_host):
         assert raised.value.rank == 1
 
 
-@two
+@pytest.mark.ranks(on={"fake": (2,), "gpu": (2,)}, fresh=True, environment=DELAYS)
 def test_two_callbacks_with_launches_are_right_in_one_order_and_told_in_two(comm):
     first, second = in_pairs(comm, "abcd", name="first"), in_pairs(comm, "abcd", name="second")
 

@@ -170,6 +170,7 @@ class Step:
         self._memory: BucketMemory | None = None
         self._plan: _Plan | None = None  # None: the gradients look different from those of the last step
         self._results: dict[Hashable, Any] | None = {}  # of the last step; None within a backward pass
+        self._results_end: Completion | None = None  # on a GPU
         self._is_busy = False
         self._divergence: Divergence | None = None  # with a communicator
         self.unread: UnreadResults | None = None
@@ -224,7 +225,7 @@ class Step:
 
     def _take_up(self, communicator: Communicator) -> None:
         options = self._options
-        self._plan, self._memory, self._results = None, None, {}
+        self._plan, self._memory, self._results, self._results_end = None, None, {}, None
         self._known = {}
         self._divergence = Divergence(options.check_every, options.diverged == "raise", communicator)
         self.unread = None
@@ -347,7 +348,7 @@ class Step:
         if its is None or its.shape != native.shape or its.dtype != native.dtype:
             its = self._learn(param, key, name, native, its, communicator)
         arrays = arrays_of(communicator)
-        if beside_host and self._is_fixed and self._memory is None:  # its bucket may be launched before the flush
+        if beside_host and self._is_fixed and not self._options.gradient_as_bucket_view:
             self._overlaps.claim(native, its.name, arrays, communicator.label)
         value: Any = grad
         if self._options.gradient_as_bucket_view:
@@ -729,7 +730,7 @@ class Step:
         return self._grads[key] if self._memory is None else self._memory.views[key]
 
     def results(self) -> dict[Hashable, Any]:
-        """Returns the results of the last step, by key, in the order of hand-over.
+        """Returns the results of the last step, by key, in the order of hand-over. The current stream waits for them.
 
         Raises:
             FutureNotReady: a step has begun, and has not ended.
@@ -738,11 +739,13 @@ class Step:
             raise FutureNotReady("results() gives the gradients of the last step, and a step has begun: call it after")
         if self.unread is not None:
             self.unread.forget()
+        if self._results_end is not None:
+            self._results_end.order()
         return self._results
 
     def forget_results(self) -> None:
         """Lets go of the results of the last step."""
-        self._results = {}
+        self._results, self._results_end = {}, None
         if self.unread is not None:
             self.unread.forget()
 
@@ -767,11 +770,12 @@ class Step:
         self.statistics.steps += bool(self._grads)
         self.statistics.gradients += len(self._grads)
         self._results = self._grads | self._values if self._values else self._grads
+        self._results_end = completion
         self._finish(None, completion)
 
     def _end_unreduced(self) -> None:
         """Ends a step in which all weights are 0: the futures raise an error, because their arrays are as they were."""
-        self._results = {}
+        self._results, self._results_end = {}, None
         self._finish(
             GradientCancelled(
                 "the weights of all ranks are 0, so nothing was reduced: leave the loop when total_weight is 0"
@@ -784,7 +788,7 @@ class Step:
         if isinstance(error, _RAISED_ON_ALL):
             with suppress(GradsyncError):  # all ranks have launched these buckets, so they end soon
                 self._order_launched()
-        self._results = {}
+        self._results, self._results_end = {}, None
         self.norm, self.skip_step, self.total_weight = None, False, None
         if isinstance(error, PlanMismatch) and not self._is_fixed:
             self._plan, self._known, self._keys = None, {}, {}
