@@ -106,7 +106,9 @@ def test_a_threshold_is_a_number_of_bytes_or_text(threshold, size_bytes):
     assert gs.AllreduceCallback(threshold_bytes=threshold).threshold_bytes == size_bytes
 
 
-@pytest.mark.parametrize("threshold", [0, -1, 1.5, True, "large", "10", "MB", "0 MB", "-1 MB", "1 TB", "1,5 MB"])
+@pytest.mark.parametrize(
+    "threshold", [0, -1, 1.5, True, "large", "10", "MB", "0 MB", "-1 MB", "1 TB", "1,5 MB", "9" * 400 + " MB"]
+)
 def test_a_threshold_of_no_size_is_refused(threshold):
     with pytest.raises(gs.InvalidArgument, match="threshold_bytes"):
         gs.AllreduceCallback(threshold_bytes=threshold)

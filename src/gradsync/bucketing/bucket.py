@@ -10,7 +10,8 @@ import ast
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,20 +87,24 @@ class Bucket:
 
 
 def cut(keyed: Iterable[tuple[Hashable, GradientSpec]], threshold_bytes: int) -> list[Bucket]:
-    """Returns the buckets of gradients that are given in the plan's order, in the order in which they were opened."""
-    buckets: list[list[tuple[Hashable, GradientSpec]]] = []
-    filling: dict[str, tuple[list[tuple[Hashable, GradientSpec]], int]] = {}  # by dtype: the open bucket and its bytes
-    for each in keyed:
+    """Returns the buckets of gradients that are given in the plan's order, in the order in which they are complete."""
+    buckets: list[tuple[int, list[tuple[Hashable, GradientSpec]]]] = []  # each with the position of its last gradient
+    filling: dict[str, tuple[int, int]] = {}  # by dtype: the index of the open bucket, and its bytes
+    for position, each in enumerate(keyed):
         spec = each[1]
-        bucket, filled = filling.get(spec.dtype, ([], 0))
-        if bucket and filled + spec.size_bytes > threshold_bytes:
-            bucket, filled = [], 0
-        if not bucket:
-            buckets.append(bucket)
-        bucket.append(each)
-        filling[spec.dtype] = bucket, filled + spec.size_bytes
+        if spec.size_bytes > threshold_bytes:  # alone; the open bucket stays open
+            buckets.append((position, [each]))
+            continue
+        index, filled = filling.get(spec.dtype, (-1, 0))
+        if index < 0 or filled + spec.size_bytes > threshold_bytes:
+            index, filled = len(buckets), 0
+            buckets.append((position, []))
+        pairs = buckets[index][1]
+        pairs.append(each)
+        buckets[index] = position, pairs
+        filling[spec.dtype] = index, filled + spec.size_bytes
     made = []
-    for number, pairs in enumerate(buckets):
+    for number, (_, pairs) in enumerate(sorted(buckets, key=itemgetter(0))):
         keys, specs = zip(*pairs, strict=True)
         made.append(Bucket(number, dtype_of(specs[0].dtype), keys, specs, sum(spec.size_bytes for spec in specs)))
     return made
@@ -113,7 +118,8 @@ def checked_threshold(value: Any) -> int:
     """
     number = integer_of(value)
     if number is None and isinstance(value, str) and (found := _SIZE.fullmatch(value)):
-        number = round(float(found["number"]) * _UNITS[found["unit"].upper().replace("I", "")])
+        size_bytes = float(found["number"]) * _UNITS[found["unit"].upper().replace("I", "")]
+        number = round(size_bytes) if isfinite(size_bytes) else None
     if number is None or number < 1:
         raise InvalidArgument(
             f'threshold_bytes must be an integer of at least 1, or text such as "25 MB", got {value!r}'
