@@ -2,12 +2,14 @@
 
 A program is a list of operations that all ranks run. Each computes on its own what all others contributed, and compares
 every number with NumPy in float64, and its bits with those of the other ranks. Where a mistake was planted, every rank
-that takes part in that operation must raise PlanMismatch, no other may notice, and the communicators go on.
+that takes part in that operation must raise PlanMismatch, no other may notice, and the communicators go on. On the CPU
+no gradient of a step has changed then, and the same callbacks repeat it.
 """
 
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,18 +56,21 @@ class Program(NamedTuple):
     mistake: tuple[int, int, str] | None
 
 
-class Callback(NamedTuple):
+@dataclass
+class Callback:
     """A callback as the model knows it.
 
     Attributes:
         sync: the callback.
         gradients: name -> (shape, dtype).
         options: that it was made with.
+        knows: whether each rank knows the gradients, so that one whose weight is 0 need not hand them over.
     """
 
     sync: Any
     gradients: dict[Any, tuple[tuple[int, ...], str]]
     options: dict[str, Any]
+    knows: bool
 
 
 KINDS = [
@@ -89,7 +94,8 @@ def operations(draw):
     )
 
 
-MISTAKES = ["another shape", "another dtype", "another call"]
+MISTAKES = ["another shape", "another dtype", "another call", "another name", "no gradient", "another weight"]
+MISTAKES_OF_STEPS = MISTAKES[3:]
 
 
 @st.composite
@@ -110,6 +116,7 @@ class Rank:
         self.groups: list[Any] = [world]  # None where this rank is no member
         self.members: list[tuple[int, ...]] = [tuple(range(world.world_size))]
         self.callbacks: dict[tuple[int, int], Callback] = {}  # by the place of their group, and 0 or 1
+        self.given: list[tuple[Any, bytes]] = []  # the arrays of the last step, and what they were
         self.arrays = arrays_of(world)
 
     def run(self, program: Program) -> None:
@@ -146,6 +153,7 @@ class Rank:
             getattr(self, operation.kind)(operation)
             return
         culprit = mistake[1] % len(members)
+        self.given = []
         try:
             if group.rank == culprit:
                 self.err(operation, mistake[2])
@@ -155,28 +163,57 @@ class Rank:
             assert len(set(error.descriptions.values())) > 1, error
         else:
             raise AssertionError(f"rank {self.world.rank}: nobody noticed {mistake} in {operation}")
-        self.callbacks = {}  # an interrupted step is not the model's business
         assert group.all_reduce(self.arrays.put(np.ones(3, np.float32)))[0] == len(members)
+        if operation.kind != "step":
+            return
+        if group.device != "cpu":  # some buckets may have been reduced
+            self.callbacks = {}
+            return
+        assert all(array.tobytes() == bits for array, bits in self.given)
+        self.callback(operation).knows = False
+        self.step(operation)
 
     def err(self, operation: Operation, mistake: str) -> None:
         """Calls something else than the others."""
-        no_array = ("barrier", "objects", "lists", "tree")
-        if operation.kind == "step" and "parameters" in self.callback(operation).options:
-            no_array = ("step",)  # this rank's own callback would refuse another shape
-        if mistake == "another call" or operation.kind in no_array:
-            if operation.kind == "broadcast":
-                self.group.barrier()
-            else:
-                self.group.broadcast(self.arrays.put(np.ones((2, 3, 4))))
-            return
         if operation.kind == "step":
-            self.step(operation, changed=((5, 5, 5), "float32") if mistake == "another shape" else ((7,), "complex64"))
+            self.err_in_step(operation, mistake)
+            return
+        no_array = ("barrier", "objects", "lists", "tree")
+        if mistake in ("another call", *MISTAKES_OF_STEPS) or operation.kind in no_array:
+            self.call_another(operation)
             return
         if mistake == "another shape":
             operation = operation._replace(shape=(5, 5, 5))
         else:
             operation = operation._replace(dtype="float64" if operation.dtype != "float64" else "complex64", op="sum")
         getattr(self, operation.kind)(operation)
+
+    def call_another(self, operation: Operation) -> None:
+        if operation.kind == "broadcast":
+            self.group.barrier()
+        else:
+            self.group.broadcast(self.arrays.put(np.ones((2, 3, 4))))
+
+    def err_in_step(self, operation: Operation, mistake: str) -> None:
+        callback = self.callback(operation)
+        shapes, is_known = dict(callback.gradients), "parameters" in callback.options
+        weight: Any = self.weight(operation, callback)
+        if mistake == "another weight" and callback.options["reduce_method"] == "mean":
+            self.step(operation, weight=3 if weight is None else None)
+        elif mistake == "no gradient" and weight != 0 and callback.options.get("missing") != "zero":
+            del shapes["w"]
+            self.step(operation, shapes)
+        elif mistake in ("another shape", "another dtype", "another name") and weight != 0 and not is_known:
+            # With parameters= this rank's own callback would refuse it.
+            spec = shapes.pop("w")
+            name = "another" if mistake == "another name" else "w"
+            if mistake == "another shape":
+                spec = ((5, 5, 5) if spec[0] != (5, 5, 5) else (8,)), spec[1]
+            elif mistake == "another dtype":
+                spec = spec[0], ("complex64" if spec[1] != "complex64" else "float64")
+            self.step(operation, shapes | {name: spec})
+        else:
+            self.call_another(operation)
 
     # Contributions and references: `who` is a rank of the world.
 
@@ -312,67 +349,106 @@ class Rank:
             self.callbacks[key] = self.make_callback(operation)
         return self.callbacks[key]
 
-    def step(self, operation: Operation, changed: tuple[tuple[int, ...], str] | None = None) -> None:
-        """A step of a callback; a mistake has one gradient of another shape or dtype."""
+    def weights(self, operation: Operation, callback: Callback) -> list[float] | None:
+        """The weight of each rank of the group; None: a step without."""
+        rng = np.random.default_rng([operation.seed, 11])
+        if callback.options["reduce_method"] == "sum" or rng.random() < 0.5:
+            return None
+        return [float(each) for each in rng.choice([0, 0.5, 1, 7], len(self.ranks))]
+
+    def weight(self, operation: Operation, callback: Callback) -> float | None:
+        weights = self.weights(operation, callback)
+        return None if weights is None else weights[self.ranks.index(self.world.rank)]
+
+    def step(self, operation: Operation, shapes: Any = None, weight: Any = "of the model") -> None:
+        """A step of a callback; a mistake has other gradients, or another weight. Each rank has an order of its own."""
         callback = self.callback(operation)
-        sync, options, shapes = callback.sync, callback.options, dict(callback.gradients)
-        if changed is not None:
-            shapes["w"] = changed if changed != shapes["w"] else ((8,), "float64")
+        sync, options = callback.sync, callback.options
+        shapes = callback.gradients if shapes is None else shapes
+        weights, place = self.weights(operation, callback), self.ranks.index(self.world.rank)
+        weight = self.weight(operation, callback) if weight == "of the model" else weight
         names = list(shapes)
-        if "parameters" in options and operation.is_asynchronous:  # then each rank hands over in an order of its own
-            np.random.default_rng([self.world.rank, operation.seed]).shuffle(names)
+        np.random.default_rng([self.world.rank, operation.seed]).shuffle(names)
         by_name = {
             name: [contribution(who, *shapes[name], operation.seed + at) for who in self.ranks]
             for at, name in enumerate(shapes)
         }
-        if options.get("nonfinite") == "skip" and operation.seed % 3 == 0:
+        if options["nonfinite"] != "off" and operation.seed % 3 == 0 and "w" in by_name:
             by_name["w"][0][...] = np.inf
+        rng = np.random.default_rng([operation.seed, 7])
         missing = set()
         if options.get("missing") == "zero":
-            rng = np.random.default_rng([operation.seed, 7])
             absent = {(name, who) for name in shapes for who in self.ranks if rng.random() < 0.3}
             missing = {name for name in shapes if (name, self.world.rank) in absent}
             for name, who in absent:
                 by_name[name][self.ranks.index(who)][...] = 0
-        futures = {}
-        with sync.backward():
-            for name in names:
-                if name not in missing:
-                    mine = by_name[name][self.ranks.index(self.world.rank)]
-                    futures[name] = sync(name, self.arrays.put(mine))
-        self.compare(callback, by_name, futures, operation)
+        if weight == 0 and operation.is_asynchronous and callback.knows:
+            missing = set(names)
+        mine = {name: by_name[name][place] for name in names if name not in missing}
+        if weight == 0:
+            mine = {name: np.full_like(values, np.nan) for name, values in mine.items()}
+        gradients = {name: self.arrays.put(values) for name, values in mine.items()}
+        if self.group.device == "cpu":
+            self.given = [(array, array.tobytes()) for array in gradients.values()]
+        want = self.wanted(callback, by_name, weights)
+        finite = all(np.isfinite(value).all() for value in want.values())
+        if options["nonfinite"] == "raise" and not finite:
+            with pytest.raises(gs.NonFiniteGradient) as raised, sync.backward(weight=weight):
+                for name, gradient in gradients.items():
+                    sync(name, gradient)
+            assert raised.value.parameters == ("w",)
+            assert sync.results() == {}
+            callback.knows = True
+            return
+        with sync.backward(weight=weight):
+            futures = {name: sync(name, gradient) for name, gradient in gradients.items()}
+        assert sync.total_weight == (None if weights is None else sum(weights))
+        if sync.total_weight == 0:
+            assert sync.results() == {}
+            assert all(isinstance(future.exception(), gs.GradientCancelled) for future in futures.values())
+            assert all(array.tobytes() == bits for array, bits in self.given)
+            return
+        results = sync.results()
+        assert set(results) == set(shapes)
+        assert all(results[name] is future.result() for name, future in futures.items())
+        callback.knows = True
+        if options["nonfinite"] == "skip":
+            assert sync.skip_step is not finite
+        if finite:
+            self.compare(callback, want, results)
 
-    def compare(self, callback: Callback, by_name: Any, futures: Any, operation: Operation) -> None:
-        options, n = callback.options, len(self.ranks)
-        want = {}
+    def wanted(self, callback: Callback, by_name: Any, weights: list[float] | None) -> dict[Any, Any]:
+        """The reduced gradients in float64, before they are clipped."""
+        options, n, want = callback.options, len(self.ranks), {}
+        if weights is not None and not any(weights):
+            return {}
         for name, values in by_name.items():
             wide = np.complex128 if values[0].dtype.kind == "c" else np.float64
+            terms = [w * each.astype(wide) for w, each in zip(weights or [1.0] * n, values, strict=True) if w]
             with np.errstate(invalid="ignore"):
-                want[name] = np.sum([value.astype(wide) for value in values], axis=0)
-                want[name] = want[name] / n if options["reduce_method"] == "mean" else want[name]
-        finite = all(np.isfinite(value).all() for value in want.values())
-        if options.get("nonfinite") == "skip":
-            assert callback.sync.skip_step is not finite
-        if not finite:
-            return
+                want[name] = np.sum(terms, axis=0)
+                want[name] = want[name] / (sum(weights or [1.0] * n) if options["reduce_method"] == "mean" else 1)
+        return want
+
+    def compare(self, callback: Callback, want: Any, results: Any) -> None:
+        options, n = callback.options, len(self.ranks)
         if "clip_norm" in options:
             norm = np.sqrt(sum(float((np.abs(value) ** 2).sum()) for value in want.values()))
             np.testing.assert_allclose(callback.sync.norm, norm, rtol=1e-2)
             scale = min(1.0, options["clip_norm"] / (norm + 1e-6))  # as PyTorch does
             want = {name: value * scale for name, value in want.items()}
-        for name, future in futures.items():
-            got = self.arrays.get(future.result())
+        for name, result in results.items():
+            got = self.arrays.get(result)
             dtype = got.dtype.name
             assert got.shape == want[name].shape
-            # The norm is that of the reduced values, which are rounded.
+            # The norm is that of the reduced values, which are rounded; so are weighted ones before they are added.
             dtypes = [dtype, *(each for _, each in callback.gradients.values() if "clip_norm" in options)]
-            tolerance = (4 if "clip_norm" in options else 1) * n * max(TOLERANCE[each] for each in dtypes)
+            tolerance = (4 if "clip_norm" in options else 2) * n * max(TOLERANCE[each] for each in dtypes)
             np.testing.assert_allclose(
                 got.astype(want[name].dtype), want[name], rtol=tolerance, atol=0, err_msg=str(name)
             )
-        if not options.get("missing"):
-            bits = {name: zlib.crc32(self.arrays.get(future.result()).tobytes()) for name, future in futures.items()}
-            assert len({tuple(sorted(each.items(), key=str)) for each in self.group.objects.all_gather(bits)}) == 1
+        bits = {str(name): zlib.crc32(self.arrays.get(result).tobytes()) for name, result in results.items()}
+        assert len({tuple(sorted(each.items())) for each in self.group.objects.all_gather(bits)}) == 1
 
     def make_callback(self, operation: Operation) -> Callback:
         rng = np.random.default_rng(operation.seed)
@@ -388,12 +464,16 @@ class Rank:
             options["parameters"] = gradients
         if rng.random() < 0.3 and "parameters" in options:
             options["missing"] = "zero"
+        if rng.random() < 0.3 and "parameters" in options:
+            options["gradient_as_bucket_view"] = True
         if rng.random() < 0.3:
             options["clip_norm"] = 1.0
-        if rng.random() < 0.3:
-            options["nonfinite"] = "skip"
+        options["nonfinite"] = ["off", "skip", "raise"][rng.integers(3)]
         names = f"{self.groups.index(self.group)} {operation.seed % 2}"
-        return Callback(gs.AllreduceCallback(group=self.group, name=names, **options), gradients, options)
+        sync = gs.AllreduceCallback(group=self.group, name=names, **options)
+        if rng.random() < 0.2:
+            sync.register_hook(lambda bucket: bucket.communicator.all_reduce(bucket.buffer, bucket.op))
+        return Callback(sync, gradients, options, "parameters" in options)
 
 
 class Waited:
