@@ -271,7 +271,7 @@ def test_advice_on_thresholds(milliseconds, words):
     [
         (2, "tutorial/many_ranks.py", "step 100: weights [1. 2. 3.], bias [4.]"),
         (2, "gradients_in_buckets.py", "weights [1. 2. 3.], bias [4.]"),
-        (2, "drifting_ranks.py", "  rank 1: float64[10] with digest 3bc38477"),
+        (2, "drifting_ranks.py", "  rank 1: float64[10] with digest 88cc092b5290846a"),
     ],
 )
 def test_small_ones(run, ranks, name, line):

@@ -4,6 +4,8 @@ import numpy as np
 import gradsync as gs
 
 with gs.init_process_group() as comm:
+    weights = np.zeros(2)
+    gs.bcast_list_([weights])
     for policy in ("off", "raise"):
         sync = gs.AllreduceCallback(nonfinite=policy)
         with sync.backward():
