@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 import os
 import sys
+import weakref
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -169,10 +171,67 @@ def test_a_tree_larger_than_one_collective_of_dtypes_that_alternate(comm):
 
 
 def test_one_rank_looks_at_nothing(alone):
+    assert gs.average_gradients({"a": 2.0}, weight=3) == {"a": 2.0}
+    assert gs.average_gradients({"a": 2.0}, weight=0) == {"a": None}
     tree = {"a": object()}
     assert gs.average_gradients(tree) is tree
     with pytest.raises(gs.InvalidArgument):
         gs.average_gradients(tree, gs.AllreduceCallback(group=alone))
+
+
+@pytest.mark.ranks(on={"shm": (2, 3), "fake": (2,)})
+@pytest.mark.parametrize("has_callback", [False, True])
+def test_weights_and_what_a_rank_without_a_batch_hands_over(comm, has_callback):
+    arrays, last = arrays_of(comm), comm.world_size - 1
+    sync = gs.AllreduceCallback("mean") if has_callback else None
+
+    def tree(value):
+        fixed = np.full(3, value)
+        fixed.setflags(write=False)
+        return {"a": arrays.put(np.full(3, value)), "fixed": fixed, "n": [value]}
+
+    total = sum(range(1, comm.world_size + 1))
+    wanted = sum(rank * (rank + 1) for rank in range(comm.world_size)) / total
+    got = gs.average_gradients(tree(float(comm.rank)), sync, weight=comm.rank + 1)
+    np.testing.assert_allclose([*arrays.get(got["a"]), *got["fixed"], *got["n"]], wanted)
+    got = gs.average_gradients(tree(np.nan if comm.rank < last else 7.0), sync, weight=float(comm.rank == last))
+    assert [*arrays.get(got["a"]), *got["fixed"], *got["n"]] == [7.0] * 7
+    got = gs.average_gradients(tree(np.nan), sync, weight=0)  # the end of all streams
+    assert got == {"a": None, "fixed": None, "n": [None]}
+    for wrong in (-1, np.inf, "1"):
+        with pytest.raises(gs.InvalidArgument):
+            gs.average_gradients(tree(1.0), weight=wrong)
+    with pytest.raises(gs.InvalidArgument):
+        gs.average_gradients(tree(1.0), op="sum", weight=1)
+    with pytest.raises(gs.PlanMismatch):
+        gs.average_gradients(tree(1.0), sync, weight=1 if comm.rank else None)
+    assert gs.average_gradients(tree(1.0), sync)["n"] == [1.0]
+
+
+@pytest.mark.ranks(2)
+def test_trees_in_turns_of_any_order_and_shape(comm):
+    """Each has a plan of its own, which is kept."""
+    for size in (1, 1, 2):
+        for tree in ({"a": np.full(size, 1.0), "b": np.full(2, 3.0)}, [np.full(size, 5.0)], {"c": {"a": 7.0}}):
+            given = dict(reversed(tree.items())) if comm.rank and isinstance(tree, dict) else tree
+            got = leaves(gs.average_gradients(given))
+            assert {path: np.unique(value).item() for path, value in got.items()} == {
+                path: np.unique(value).item() for path, value in leaves(tree).items()
+            }
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_nothing_keeps_the_arrays_or_the_group(comm):
+    with comm.split(0) as group:
+        array = np.ones(1000)
+        gs.average_gradients({"w": array}, communicator=group)
+        gs.broadcast_tree({"w": array}, communicator=group)
+    of_array, of_group = weakref.ref(array), weakref.ref(group)
+    del array
+    assert of_array() is None
+    del group
+    gc.collect()
+    assert of_group() is None
 
 
 def test_where_a_rank_has_no_gradient_it_gets_what_the_others_gave(run_on_ranks):
@@ -371,3 +430,36 @@ def test_errors_of_a_group_name_ranks_of_the_world(comm):
         with pytest.raises(gs.PlanMismatch) as raised:
             gs.check_consistency({"w": np.full(1, float(group.rank))}, group)
         assert sorted(raised.value.descriptions) == [0, 2]
+
+
+# -- Pytrees of JAX ----------------------------------------------------------------------------------------------------
+
+
+def trees_of_jax(comm):
+    """What a program with classes of its own, registered with JAX, gets from both functions."""
+    jax = pytest.importorskip("jax")
+
+    class Model:
+        def __init__(self, weight, activation):
+            self.weight, self.activation = weight, activation
+
+    def flattened(model):
+        return ((jax.tree_util.GetAttrKey("weight"), model.weight),), model.activation
+
+    jax.tree_util.register_pytree_with_keys(Model, flattened, lambda activation, rest: Model(*rest, activation))
+    model = Model(jax.numpy.full(3, float(comm.rank)), lambda x: x)
+    averaged = gs.average_gradients({"model": model, "none": None}, communicator=comm)["model"]
+    assert isinstance(averaged.weight, jax.Array)
+    assert averaged.activation is model.activation
+    assert model.weight[0] == comm.rank
+    sent = gs.broadcast_tree(Model(np.full(3, float(comm.rank)), model.activation), 1, comm)
+    assert sent.activation is model.activation
+    difference = outcome(gs.broadcast_tree, [sent if comm.rank else Model(np.ones(2), None)], 0, comm)
+    return averaged.weight.tolist(), sent.weight.tolist(), str(difference).splitlines()[1]
+
+
+@pytest.mark.slow  # needs JAX
+def test_pytrees_that_are_registered_with_jax(run_on_ranks):
+    pytest.importorskip("jax")
+    wanted = [0.5] * 3, [1.0] * 3, "  rank 1: 0/weight: float64[3], but float64[2] on the root"
+    assert run_on_ranks(2, trees_of_jax) == [wanted] * 2

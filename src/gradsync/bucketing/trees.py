@@ -60,22 +60,24 @@ class Node(NamedTuple):
 def flatten(tree: Any, who: str) -> tuple[list[Any], Node | None]:
     """Returns the leaves of a tree, and its containers; `who` begins the text of errors."""
     leaves: list[Any] = []
-
-    def walk(part: Any) -> Node | None:
-        if type(part) is np.ndarray or (opened := _opened(part)) is None:
-            leaves.append(part)
-            return None
-        keys = tuple(opened[0])
-        if any(key != key for key in keys):  # NaN: no other rank could find its value
-            raise InvalidArgument(f"{who}: a dict has a key that is not equal to itself, such as NaN: use another key")
-        kind = ("dataclass " if dataclasses.is_dataclass(part) else "") + type(part).__qualname__
-        return Node(kind, keys, tuple([walk(child) for child in opened[0].values()]))
-
     try:
-        structure = walk(tree)
+        structure = _walk(tree, leaves)
     except RecursionError as error:
         raise InvalidArgument(f"{who}: the tree is nested too deeply, or a container contains itself") from error
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{who}: {error}") from None
     return leaves, structure
+
+
+def _walk(tree: Any, leaves: list[Any]) -> Node | None:
+    if type(tree) is np.ndarray or (opened := _opened(tree)) is None:
+        leaves.append(tree)
+        return None
+    keys = tuple(opened[0])
+    if any(key != key for key in keys):  # NaN: no other rank could find its value
+        raise InvalidArgument("a dict has a key that is not equal to itself, such as NaN: use another key")
+    kind = ("dataclass " if dataclasses.is_dataclass(tree) else "") + type(tree).__qualname__
+    return Node(kind, keys, tuple([_walk(child, leaves) for child in opened[0].values()]))
 
 
 def unflatten(tree: Any, structure: Node | None, leaves: Iterator[Any]) -> Any:
@@ -238,9 +240,10 @@ def _kept_step(communicator: Communicator, op: ReduceOp, structure: Node | None)
     if step is None:
         if len(steps) > _MOST_TREES:
             steps.clear()
-        # One identity for all: the ranks may come with different trees, and are told so.
-        identity = steps.setdefault(_WHAT, CallbackIdentity(_WHAT, communicator))
-        steps[op, structure] = step = Step(Options(op, _LIST_BYTES), identity)
+        if _WHAT not in steps:  # one identity for all: the ranks may come with different trees, and are told so
+            steps[_WHAT] = CallbackIdentity(_WHAT, communicator)
+            steps[_WHAT].made_at = ""  # no callback of the program
+        steps[op, structure] = step = Step(Options(op, _LIST_BYTES), steps[_WHAT])
     return step
 
 
