@@ -173,11 +173,10 @@ class StepEvents:
             headline += f", without a gradient for {list_of_names(more)}"
         if weighted:
             headline += ", with a weight"
-        named = (
-            f" (callback {identity.text}, made at {identity.made_at})"
-            if identity.name is not None
-            else (f" (callback made at {identity.made_at})")
-        )
+        name = "" if identity.name is None else f" {identity.text},"
+        named = f" (callback{name} made at {identity.made_at})"
+        if not identity.made_at:  # of average_gradients(), which a program calls at many lines
+            named = f" ({identity.name})"
         size = "" if self._threshold_bytes is None else f", threshold_bytes {self._threshold_bytes}"
         options = words + size + (WEIGHT if weighted else "")
         description = Description(headline + named, lines, callback=identity.text, options=options)
