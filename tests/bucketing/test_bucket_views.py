@@ -34,6 +34,21 @@ def fill(comm, buffers, number):
         buffers[name][...] = arrays_of(comm).put(values)
 
 
+@pytest.mark.ranks(2, on=("shm", "fake"))
+def test_the_first_gradients_live_in_buckets_too(comm):
+    """Also where the first comes by the short way, and a later one, a number, cannot."""
+    arrays, sync = arrays_of(comm), make(comm, {"a": ((2,), "float64"), "b": ((), "float64")})
+    futures = {}
+    with sync.backward():
+        futures["a"] = sync("a", arrays.put(np.full(2, comm.rank + 1.0)))
+        futures["b"] = sync("b", arrays.put(np.asarray(comm.rank + 1.0)) if comm.backend == "nccl" else comm.rank + 1.0)
+    for name, result in sync.results().items():
+        assert_close(arrays.get(result), np.full(result.shape, 1.5), "float64", comm.world_size)
+        assert result is futures[name].result()
+    (low, middle), (begin, _) = (bounds_of(result) for result in sync.results().values())
+    assert (low, middle) == (begin - 16, begin)  # one bucket
+
+
 @pytest.mark.ranks(on={"shm": (2, 3), "fake": (2,), "gpu": (2,)})
 @pytest.mark.parametrize("threshold_bytes", THRESHOLDS[1:])
 def test_results_lie_in_the_buckets_wherever_gradients_come_from(comm, threshold_bytes):

@@ -231,7 +231,7 @@ class Step:
         self.unread = None
         if communicator.world_size > 1 and not options.gradient_as_bucket_view and self._hook is None:
             self.unread = UnreadResults(communicator.label)
-        self._is_watched = self.unread is not None
+        self._is_watched = self.unread is not None or options.gradient_as_bucket_view
         if self._is_fixed:
             self._known = known_parameters(options.parameters, options.op, communicator)
             in_views = options.gradient_as_bucket_view and not runs_beside_host(communicator)
@@ -277,7 +277,6 @@ class Step:
         if self._memory is None and self._options.gradient_as_bucket_view:
             assert self._plan is not None
             self._memory = BucketMemory(self._plan.buckets, communicator)
-            self._is_watched = True
         return self._memory
 
     def begin_pass(self, weight: float | None) -> None:
@@ -757,7 +756,7 @@ class Step:
                 self._stop_watching()
 
     def _stop_watching(self) -> None:
-        self.unread, self._is_watched = None, self._memory is not None
+        self.unread, self._is_watched = None, self._options.gradient_as_bucket_view
 
     def param_of(self, key: Hashable) -> Any:
         """Returns what the program calls a gradient: its name, or the text that names an array."""
