@@ -61,6 +61,7 @@ class Divergence:
         self._digests: list[int] = []  # of this rank, at the last comparison
         self._updates = 0  # since then
         self._has_warned = self._has_told = False
+        self._is_unsure = False  # whether the ranks began with the same parameters; told at the end of the step
         self._has_gradients = False  # `parameters=` names the gradients' arrays, not the parameters
 
     @property
@@ -72,6 +73,9 @@ class Divergence:
         """Counts a step that all ranks have ended; `is_used`: with results that change the parameters."""
         self._steps += 1
         self._updates += is_used
+        if self._is_unsure:
+            self._is_unsure = False
+            self._tell_of_no_broadcast()
 
     def compare(self, parameters: Sequence[Parameter], step: Agreement, *, is_fixed: bool) -> None:
         """Compares the parameters' values. Every rank must call it.
@@ -100,8 +104,8 @@ class Divergence:
             self._report(parameters, different, len(known), rows)
         elif known:
             self._equal_at, self._has_warned = self._steps, False
-        elif not is_told:
-            self._tell_of_no_broadcast()
+        else:
+            self._is_unsure = not is_told
         if any(mine) and mine == self._digests and self._updates:
             self._tell_of_no_change()
         self._compared_at, self._digests, self._updates = self._steps, mine, 0
@@ -180,10 +184,10 @@ class Divergence:
         if not communicator.rank and communicator not in _told:
             _told.add(communicator)
             _log.warning(
-                "%s: nobody has made sure that all ranks begin with the same parameters: nothing was broadcast before "
-                "the first step, and the callback does not know the parameters as arrays, so that it cannot compare "
-                "them. Call gs.broadcast_tree(parameters) or gs.bcast_list_(arrays), or pass parameters={name: array}; "
-                "check_every=0 if they are equal all the same",
+                "%s: nobody knows whether all ranks began with the same parameters: nothing was broadcast before the "
+                "first step, and the callback has no arrays to compare. Call gs.broadcast_tree(parameters) or "
+                "gs.bcast_list_(arrays) before the first step, or pass parameters={name: array}; check_every=0 if they "
+                "are equal anyway",
                 communicator.label,
             )
 

@@ -119,9 +119,9 @@ class UnreadResults:
         self.is_over = bool(lost) or self._steps_left == 0
         if lost:
             _log.warning(
-                "%s: nobody can read the result of %s: the array that was handed over was a temporary, and its future "
-                "was dropped. Each rank would train with its own gradients. After the block read sync.results() or "
-                "the futures, or hand over arrays that you keep: the results are written into them",
+                "%s: nobody can read the result of %s: its array was a temporary, and its future was dropped. Read "
+                "sync.results() or the futures after the block, or hand over arrays that you keep: the results are "
+                "written into them",
                 self._label,
                 list_of_names(lost),
             )
