@@ -73,6 +73,20 @@ def test_results_lie_in_the_buckets_wherever_gradients_come_from(comm, threshold
             assert arrays.get(array).tobytes() == mine[name].tobytes()
 
 
+@pytest.mark.ranks(on={"shm": (1, 2), "fake": (2,)})
+@pytest.mark.parametrize("missing", ["error", "zero"])
+def test_a_program_need_not_ask_for_the_buffers(comm, missing):
+    """Its own arrays stay as they are, from the first gradient on; the futures give the buckets."""
+    arrays, sync = arrays_of(comm), make(comm, missing=missing)
+    for number in range(2):
+        mine = {name: arrays.put(values) for name, values in given(comm.rank, number, SMALL).items()}
+        results = step(sync, mine)
+        check(comm, results, number)
+        assert all(sync.results()[name] is result for name, result in results.items())
+        for name, values in given(comm.rank, number, SMALL).items():
+            assert arrays.get(mine[name]).tobytes() == values.tobytes()
+
+
 @pytest.mark.ranks(2, on=("shm", "fake"))
 def test_buffers_have_the_form_of_parameters_and_can_be_asked_for_again(comm):
     arrays = arrays_of(comm)

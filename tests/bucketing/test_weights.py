@@ -334,7 +334,23 @@ def test_a_weight_may_come_at_the_flush_unless_buckets_may_go_before(comm):
         sync.flush(weight=1)
 
 
-def test_a_weight_is_that_of_the_whole_block(alone):
+@pytest.mark.ranks(2)
+def test_a_weight_is_that_of_the_whole_block_and_no_longer(comm):
+    """A block may have several steps: none of them is a plain mean in silence."""
+    sync = gs.AllreduceCallback("mean", comm)
+    with sync.backward(weight=1 + 2 * comm.rank):
+        for _ in range(2):
+            future = sync("a", np.full(2, 1.0 + comm.rank))
+            sync.flush()
+            assert (future.result().tolist(), sync.total_weight) == ([1.75] * 2, 4.0)
+        future = sync("a", np.full(2, 1.0 + comm.rank))
+    assert (future.result().tolist(), sync.total_weight) == ([1.75] * 2, 4.0)
+    future = sync("a", np.full(2, 1.0 + comm.rank))
+    sync.flush()
+    assert (future.result().tolist(), sync.total_weight) == ([1.5] * 2, None)
+
+
+def test_what_was_handed_over_before_a_block_gets_no_weight(alone):
     sync = gs.AllreduceCallback("mean", alone)
     sync("a", np.ones(2))
     with pytest.raises(gs.InvalidArgument, match="hand"), sync.backward(weight=1):

@@ -424,8 +424,8 @@ class Rank:
             return {}
         for name, values in by_name.items():
             wide = np.complex128 if values[0].dtype.kind == "c" else np.float64
-            terms = [w * each.astype(wide) for w, each in zip(weights or [1.0] * n, values, strict=True) if w]
             with np.errstate(invalid="ignore"):
+                terms = [w * each.astype(wide) for w, each in zip(weights or [1.0] * n, values, strict=True) if w]
                 want[name] = np.sum(terms, axis=0)
                 want[name] = want[name] / (sum(weights or [1.0] * n) if options["reduce_method"] == "mean" else 1)
         return want

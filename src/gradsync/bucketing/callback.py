@@ -371,6 +371,8 @@ class AllreduceCallback:
         except BaseException as error:
             self._abandon(error)
             raise
+        finally:
+            step.end_pass()
 
     def _check_between_steps(self, what: str) -> None:
         if self._step.count:

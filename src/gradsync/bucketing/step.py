@@ -172,6 +172,7 @@ class Step:
         self._results: dict[Hashable, Any] | None = {}  # of the last step; None within a backward pass
         self._results_end: Completion | None = None  # on a GPU
         self._is_busy = False
+        self._weight_of_pass: float | None = None
         self._divergence: Divergence | None = None  # with a communicator
         self.unread: UnreadResults | None = None
         self._is_watched = False  # gradients live in buckets, or `unread` is there: no short way for them
@@ -183,7 +184,7 @@ class Step:
         self._elsewhere: dict[Hashable, _Elsewhere] = {}  # those that cannot
         self._values: dict[Hashable, Any] = {}  # the results that are not in `_grads`
         self._end: CollectiveEnd | None = None  # made with the step's first gradient
-        self._weight: float | None = None
+        self._weight = self._weight_of_pass
         self._launched: list[Completion | None] = []  # of the buckets that have been reduced, or launched on a GPU
         self._marks: set[Any] = set()  # on a GPU: of the work that makes the gradients, one for each stream
         self._overlaps = OverlapCheck()
@@ -211,14 +212,12 @@ class Step:
         """
         if communicator is self._communicator:
             return
-        weight = self._weight  # of the block that has just begun
         if self.count:
             if self._communicator is not None and not self._communicator.closed:
                 raise InvalidArgument(
                     f"{communicator.label}: the group has changed in the middle of a backward pass: call flush() first"
                 )
             self.fail(GradientCancelled("the process group ended before the end of the backward pass"))
-            self._weight = weight
         self._identity.check_alone(communicator)
         self._take_up(communicator)
         self._communicator = communicator
@@ -280,7 +279,7 @@ class Step:
         return self._memory
 
     def begin_pass(self, weight: float | None) -> None:
-        """Begins a backward pass: sets this rank's weight, and forgets the results of the last step.
+        """Begins a backward pass: sets this rank's weight in its steps, and forgets the results of the last step.
 
         Raises:
             InvalidArgument: there is a weight, and gradients wait for a flush already.
@@ -292,7 +291,11 @@ class Step:
             )
         self.tell_unread()
         self._results = None
-        self._weight = weight
+        self._weight = self._weight_of_pass = weight
+
+    def end_pass(self) -> None:
+        """Ends a backward pass: later steps have no weight."""
+        self._weight = self._weight_of_pass = None
 
     # -- A gradient ---------------------------------------------------------------------------------------------------
 
@@ -450,10 +453,10 @@ class Step:
         """Reduces all gradients of the step, and ends it. See AllreduceCallback.flush."""
         if communicator is not self._communicator or pending or self._is_busy:
             self._begin_call("flush()", communicator)
-        if weight is not None:
-            self._weight = weight
         if runs_beside_host(communicator):
             check_stream(communicator, "flush()")
+        if weight is not None:
+            self._weight = weight
         began = time.perf_counter()
         if self._end is not None:
             self._end.has_begun = True
