@@ -55,13 +55,6 @@ class Completion(Protocol):
             NcclError, RankFailed, ...: the collective failed with this error.
         """
 
-    def before_done(self, function: Callable[[], None]) -> None:
-        """Calls function() when the collective has ended, and before done() returns True.
-
-        The function may run on any thread. If the collective is done already, before_done() calls the function
-        immediately. If the function raises an exception, the collective fails with this exception.
-        """
-
     def when_done(self, function: Callable[[], None]) -> None:
         """Calls function() on a gradsync thread when the collective ends, or immediately if it has ended already."""
 

@@ -11,17 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_arrays import ArrayKind
-from gradsync.communicators.host_copy import CACHE_LINE_BYTES
-from gradsync.communicators.host_values import Checks, NonFiniteFinder, SumOfSquares
 from gradsync.diagnostics import FlightRecorder
-from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, shown
+from gradsync.errors import GradsyncError, InvalidArgument, shown
 from gradsync.futures import Completion
 from gradsync.reduction import Array, ReduceOp
 
@@ -55,42 +53,6 @@ class Message(NamedTuple):
 Run = Callable[[Array, Array, Agreement], None]
 
 
-class PreparedList(Protocol):
-    """The all-reduce of one list of arrays, prepared for repeated calls; see Backend.prepare."""
-
-    def run(self, agreement: Agreement) -> None:
-        """Reduces the current values of the prepared arrays; see `Backend.all_reduce`."""
-
-
-class ResidentMemory:
-    """Memory of this rank in which gradients are reduced in place, without a copy.
-
-    All ranks call make_resident_memory (for_bucketing.py) together, and each rank gets memory of the same size. Views
-    of `bytes` stay valid, also after the communicator has ended. The shared-memory backend has a subclass
-    (shared_memory/resident.py).
-
-    Args:
-        data: the memory as a 1-D uint8 array, for the attribute `bytes`.
-
-    Attributes:
-        bytes: the memory: a 1-D uint8 array on the communicator's device, filled with zeros at first, aligned to 64
-            bytes.
-    """
-
-    def __init__(self, data: Array) -> None:
-        self.bytes = data
-
-    def prepare(self, values: Array, op: ReduceOp, checks: Checks) -> PreparedList | None:
-        """Prepares the all-reduce of a part of this memory in place; returns None if `Backend.all_reduce` is as fast.
-
-        Args:
-            values: a view of `bytes` that begins at a multiple of 64 bytes.
-            op: an operator that the dtype supports.
-            checks: the checks that the backend makes during the reduction, as in `Backend.prepare`.
-        """
-        return None
-
-
 class Backend(ABC):
     """Moves bytes between the ranks of one communicator.
 
@@ -110,10 +72,6 @@ class Backend(ABC):
         runs_beside_host: whether collectives run on a GPU. On a GPU, a method launches a collective, and does not wait
             until the GPU has run it. share_numbers is an exception.
         begins_with_barrier: whether a new communicator runs a barrier as its first collective.
-        finder: the object that collects non-finite values while lists and resident memory are reduced; None if the
-            backend does not support this check.
-        squares: the object that adds up the squares of the results during the reduction; None if the backend does not
-            support this sum.
         client, timeout_seconds: the arguments of the same names.
         rank, world_size, ranks, label: as in Communicator.
         recorder: the communicator's flight recorder.
@@ -125,8 +83,6 @@ class Backend(ABC):
     arrays: ArrayKind = ArrayKind()
     runs_beside_host = False
     begins_with_barrier = False
-    finder: NonFiniteFinder | None = None
-    squares: SumOfSquares | None = None
     lifetime: Lifetime
 
     def __init__(self, client: RendezvousClient | None, group: str, timeout_seconds: float) -> None:
@@ -150,18 +106,6 @@ class Backend(ABC):
         source, or is the source itself.
         """
 
-    def prepare(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, checks: Checks
-    ) -> PreparedList | None:
-        """Prepares repeated calls of `all_reduce` with these very arrays; returns None if this would not be faster.
-
-        During the reduction, the backend makes each check in `checks` that it supports: see `finder` and `squares`.
-
-        Without checks, some ranks may run the PreparedList while other ranks call `all_reduce`.
-        `release` frees the resources of the PreparedList.
-        """
-        return None
-
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         """Reduces the sources of all ranks, and writes the result to the root's target.
 
@@ -175,21 +119,6 @@ class Backend(ABC):
 
         The target may be exactly this rank's part of the source.
         """
-
-    def make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
-        """Allocates this rank's resident memory. All ranks have already agreed on the size.
-
-        Raises:
-            BackendUnavailable: there is not enough memory.
-        """
-        try:
-            room: Array = self.arrays.empty((size_bytes + CACHE_LINE_BYTES,), np.dtype(np.uint8), None)
-        except MemoryError as error:
-            raise BackendUnavailable(f"this rank cannot allocate {size_bytes} bytes: {error}") from error
-        begin = -self.arrays.byte_bounds(room)[0] % CACHE_LINE_BYTES
-        data = room[begin : begin + size_bytes]
-        data[...] = 0
-        return ResidentMemory(data)
 
     # -- Other collectives ---------------------------------------------------------------------------------------
 

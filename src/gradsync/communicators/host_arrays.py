@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -100,13 +98,6 @@ class ArrayKind:
     def writeable(self, native: Any) -> bool:
         """Whether the array may be written to."""
         return bool(native.flags.writeable)
-
-    #: Returns a fingerprint of an array object, to detect changes when the program uses the same object again. If the
-    #: fingerprint has changed since the last use, the array must be checked again: it may have become read-only, or use
-    #: different memory. The fingerprint does not include the shape and the dtype. For a host array the flag is enough:
-    #: by default, NumPy refuses to exchange the memory of an array that has views. `state` is called for each gradient,
-    #: so it is a function in C.
-    state: Callable[[Any], Any] = staticmethod(attrgetter("flags.writeable"))
 
     def byte_bounds(self, native: Any) -> tuple[int, int]:
         """Returns the address of the first byte of a non-empty array, and the address after its last byte."""

@@ -168,19 +168,5 @@ def line_bounds(total: int, itemsize: int, world_size: int) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def share_of(sizes: tuple[int, ...], itemsize: int, rank: int, world_size: int) -> tuple[Piece, ...]:
-    """Returns the pieces that are one rank's share of the flat array. The shares of all ranks make up the whole array.
-
-    Args:
-        sizes: the number of elements of each array in the list.
-        itemsize: the size of an element in bytes. The array is divided only at the borders of cache lines.
-        rank: the rank whose share is returned.
-        world_size: the number of ranks.
-    """
-    bounds = line_bounds(sum(sizes), itemsize, world_size)
-    return pieces_between(sizes, bounds[rank], bounds[rank + 1])
-
-
-@lru_cache(maxsize=256)
 def _starts(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return (0, *accumulate(sizes))[:-1]

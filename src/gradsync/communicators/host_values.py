@@ -3,20 +3,14 @@
 multiply_in_place works for CuPy arrays too. The other functions are for host arrays; the functions for a GPU are in
 nccl/device_arrays.py. all_finite and sum_of_squares may read a value more than once. So they work on pieces that fit
 into a core's cache, and each piece is loaded from main memory only once.
-
-A backend can check values during the reduction, while they are in the cache; see Checks. NonFiniteFinder finds the
-ranks that contribute NaN or infinity. If a sum is finite, all its summands are finite. So nearly always the backend
-checks only the results. If a result is not finite, the values of each rank are checked before they are overwritten, to
-find the ranks that contributed the non-finite values.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -118,55 +112,6 @@ def sum_of_squares(flat: Array) -> float:
         return float(sum(_sum_of_squares(piece.astype(wide)) for piece in _pieces(parts, _WIDENED_PIECE_ELEMENTS)))
 
 
-class SumOfSquares:
-    """Adds up the squares of several flat arrays; see sum_of_squares.
-
-    The backend adds each array right after the reduction of the array, while the values are still in the core's cache.
-    """
-
-    def __init__(self) -> None:
-        self._forget()
-
-    def add(self, flat: Array) -> None:
-        """Adds the squares of the elements of a flat array, of any dtype, to the sum."""
-        self._sum += sum_of_squares(flat)
-
-    def add_rows(self, table: Array) -> None:
-        """Adds the squares of a 2-D array that `tables_of` has returned. Do not change the array before calling `take`.
-
-        Call it only within np.errstate(all="ignore").
-        """
-        self._tables.append(table)
-        self._sums.append(np.vecdot(table, table))
-
-    def take(self) -> float:
-        """Returns the sum of all squares that were added since the last call of `take`."""
-        total = self._sum
-        if self._tables:
-            sums = np.concatenate(self._sums)
-            if sums.dtype == np.float32 and _inexact(sums).any():
-                with np.errstate(all="ignore"):
-                    sums = np.concatenate(list(map(_summed_again, self._tables, self._sums)))
-            total += float(np.add.reduce(sums, dtype=np.float64))
-        self._forget()
-        return total
-
-    def _forget(self) -> None:
-        self._sum = 0.0
-        self._tables: list[Array] = []
-        self._sums: list[Array] = []
-
-
-def tables_of(flat: Array) -> list[Array]:
-    """Returns 2-D views of a flat array for add_rows; [] if the array is empty, or its dtype needs SumOfSquares.add."""
-    parts = flat.view(part_dtype(flat.dtype))
-    if parts.dtype not in _MULTIPLIED_AS_THEY_ARE:
-        return []
-    whole = parts.size - parts.size % _ROW_ELEMENTS
-    tables = [parts[:whole].reshape(-1, _ROW_ELEMENTS), parts[whole:].reshape(1, -1)]
-    return [table for table in tables if table.size]
-
-
 def digest(data: Array, before: int = 0) -> int:
     """Returns a 64-bit digest of bytes, in which the position of each byte counts; it is the same on all machines.
 
@@ -262,91 +207,3 @@ def _summed_again(table: Array, sums: Array) -> Array:
 def _inexact(sums: Array) -> Array:
     inexact: Array = ~(np.isfinite(sums) & (sums >= _LEAST_ROW_SUM))
     return inexact
-
-
-# -- Checks of values during the reduction, while they are in the cache ----------------------------------------------
-
-#: The value of NonFinite.firsts for a rank whose elements are all finite.
-NOWHERE = -1
-
-
-class Checks(enum.Flag):
-    """The checks that a backend makes while it reduces a list of arrays or resident memory; equal on all ranks.
-
-    NONFINITE: the backend's `finder` collects the values that are not finite.
-    SQUARES: the backend's `squares` adds up the squares of this rank's share of the results. Each result belongs to the
-        share of exactly one rank.
-    """
-
-    NONE = 0
-    NONFINITE = enum.auto()
-    SQUARES = enum.auto()
-
-
-class NonFinite(NamedTuple):
-    """The non-finite values that this rank has found in the reduction of one list of arrays.
-
-    Attributes:
-        firsts: for each rank the index of the rank's first element that is not finite, counted across all arrays of
-            the list; NOWHERE if this rank has found no such element.
-        has_results: whether this rank has found a result that is not finite.
-    """
-
-    firsts: Sequence[int]
-    has_results: bool
-
-
-class NonFiniteFinder:
-    """Collects the non-finite values that a rank finds in reductions; `take` returns them.
-
-    Args:
-        world_size: the number of ranks.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._forget()
-
-    def check_section(
-        self, is_finite: Callable[[Array], bool], results: Array, contributions: Sequence[Array], at: int
-    ) -> None:
-        """Checks a section of the results of a sum or mean. If a result is not finite, checks each rank's values too.
-
-        Args:
-            is_finite: a function that returns whether all elements of an array of the results' dtype are finite.
-            results: the section: a 1-D array of results.
-            contributions: for each rank the values from which the section was reduced.
-            at: the index of the section's first element, counted across all arrays of the list.
-        """
-        if is_finite(results):
-            return
-        self.note_nonfinite_result()
-        for rank, values in enumerate(contributions):
-            self.check_contribution(rank, values, at)
-
-    def note_nonfinite_result(self) -> None:
-        """Records that a result is not finite."""
-        self._has_results = True
-
-    def check_contribution(self, rank: int, values: Array, at: int) -> None:
-        """Checks the values of one rank and records its first non-finite element.
-
-        Args:
-            rank: the rank that contributed the values.
-            values: a 1-D array of the rank's values.
-            at: the index of the element values[0], counted across all arrays of the list.
-        """
-        found = np.flatnonzero(~np.isfinite(values))
-        if found.size:
-            first, known = at + int(found[0]), self._firsts[rank]
-            self._firsts[rank] = first if known == NOWHERE else min(known, first)
-
-    def take(self) -> NonFinite:
-        """Returns the non-finite values that were found since the last call of `take`."""
-        found = NonFinite(self._firsts, self._has_results)
-        self._forget()
-        return found
-
-    def _forget(self) -> None:
-        self._firsts = [NOWHERE] * self._world_size
-        self._has_results = False

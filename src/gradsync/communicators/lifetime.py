@@ -55,16 +55,6 @@ class Ending(Protocol):
         """Frees the communicator's resources: file descriptors, memory and threads."""
 
 
-class Observer(Protocol):
-    """An object that is called when a communicator ends."""
-
-    def communicator_ended(self, lifetime: Lifetime) -> None:
-        """Handles the end of a communicator. The method may be called on any thread, and more than once.
-
-        The method must not raise.
-        """
-
-
 class RaisedFailures:
     """The failures that calls of a world's communicators have raised. close() does not raise them again.
 
@@ -142,7 +132,6 @@ class Lifetime:
         self.ended_because: str | None = None
         self.is_inherited = False
         self._unraised: BaseException | None = None  # a failure that no call has raised yet
-        self._observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         with _registering:
             _of_this_process.add(self)
 
@@ -256,17 +245,6 @@ class Lifetime:
             self.was_raised = True
             self._unraised = None
 
-    def observe_end(self, observer: Observer) -> None:
-        """Registers an object that is called at the communicator's end, and keeps a weak reference to it."""
-        with self._claiming:
-            self._observers.add(observer)
-
-    def _notify_observers(self) -> None:
-        with self._claiming:
-            observers = list(self._observers)
-        for observer in observers:
-            observer.communicator_ended(self)
-
     def _make_locks(self) -> None:
         # Reentrant, because a signal handler may run in the thread that holds a lock.
         self._claiming = threading.RLock()
@@ -296,7 +274,6 @@ class Lifetime:
         self._make_locks()
         self._released = True  # the resources belong to the parent
         self.last_job = None  # the thread that would run it exists only in the parent
-        self._notify_observers()
 
     def _refuse(self, what: str) -> NoReturn:
         if self.ended_because is not None:  # another thread is releasing the communicator
@@ -362,7 +339,6 @@ class Lifetime:
 
     def _end_use(self) -> None:
         """Fails the submitted collectives that have not begun, and releases the backend."""
-        self._notify_observers()
         try:
             if pending:
                 fail_submitted(self)

@@ -174,12 +174,6 @@ class DeviceArrays(ArrayKind):
         """See ArrayKind."""
         return native.flags.writeable if isinstance(native, np.ndarray) else not isinstance(native, _ReadOnly)
 
-    def state(self, native: Any) -> Any:
-        """See ArrayKind. The state of a CuPy array is its address, which changes if the array gets different memory."""
-        if isinstance(native, np.ndarray):
-            return super().state(native)
-        return native.data.ptr
-
     def byte_bounds(self, native: Any) -> tuple[int, int]:
         """See ArrayKind. The host and all devices share one address space (CUDA's unified addressing)."""
         if isinstance(native, np.ndarray):

@@ -132,7 +132,6 @@ class Launch:
         self.thread = threading.get_ident()
         self.memory: list[Any] = []
         self._host_results: list[tuple[Any, Any]] = []  # (bytes in pinned memory, NumPy array)
-        self._functions_before_done: list[Callable[[], None]] = []  # functions to call before is_over is set
         self.callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
@@ -208,14 +207,6 @@ class Launch:
                 time.sleep(_SLEEP_SECONDS)
         self._raise_error()
 
-    def before_done(self, function: Callable[[], None]) -> None:
-        """See Completion."""
-        with self._lock:
-            if not self.is_over:
-                self._functions_before_done.append(function)
-                return
-        function()
-
     def when_done(self, function: Callable[[], None]) -> None:
         """See Completion."""
         with self._lock:
@@ -267,9 +258,6 @@ class Launch:
                 return
             if has_ended:
                 error = self._copy_to_host()
-            if self._functions_before_done:
-                last = self._call_before_done()
-                error = error or last
             self.error = error
             self._calls_back = bool(self.callbacks)
             self.is_over = True
@@ -288,17 +276,6 @@ class Launch:
         except Exception as error:  # e.g. the program has made the array read-only, or resized it
             return NcclError(f"{self.name}: gradsync could not copy its result into the host array: {describe(error)}")
         return None
-
-    def _call_before_done(self) -> BaseException | None:
-        """Calls the functions that were passed to `before_done`, and returns their first error, or None."""
-        failed: BaseException | None = None
-        for function in self._functions_before_done:
-            try:
-                function()
-            except GradsyncError as error:
-                failed = failed or error
-        self._functions_before_done.clear()
-        return failed
 
     def _raise_error(self) -> None:
         if self.error is not None:

@@ -40,10 +40,8 @@ from gradsync.communicators.host_copy import (
     memcpy_is_slow,
     pieces_between,
     publish_words,
-    share_of,
     word_dtype,
 )
-from gradsync.communicators.host_values import Checks, SumOfSquares, finite_test, tables_of
 from gradsync.communicators.shared_memory.arena import CHUNKS_IN_FLIGHT, ROUND_SLOTS, ShmContext
 from gradsync.diagnostics import trace
 from gradsync.reduction import Array, Call, ReduceOp, accumulation_dtype, division_call, reduction_of
@@ -249,18 +247,6 @@ def scattering(packed: Array, targets: Sequence[Array]) -> Call:
     return _scatter, (memories, places)
 
 
-def adding_squares(squares: SumOfSquares, values: Array, *, stays: bool) -> list[Call]:
-    """Returns the function calls that add the squares of an array's elements to a sum.
-
-    Args:
-        squares: the sum to which the squares are added.
-        values: the 1-D array.
-        stays: whether the values remain unchanged until the sum is read.
-    """
-    tables = tables_of(values) if stays else []
-    return [(squares.add_rows, (table,)) for table in tables] or [(squares.add, (values,))]
-
-
 def _pieces_of(arrays: Sequence[Array], pieces: Sequence[Piece]) -> list[Array]:
     """Returns pieces of arrays. A piece that is a whole array is this array itself."""
     wholes = [(arrays[number], begin, end) for number, begin, end in pieces]
@@ -326,55 +312,6 @@ class OneShot(Plan):
         self._quietly(self._reduce, contributions, target)
 
 
-class _ChunkCheck:
-    """Checks the chunks of one list of arrays for non-finite values.
-
-    A rank sets its flag for a slot if it finds a non-finite result in the chunk that uses the slot. The rank resets the
-    flag when all ranks have published the next chunk in this slot. By then all ranks have delivered the old chunk.
-
-    Args:
-        context: the memory and objects that all collectives of the communicator use.
-        sources: this rank's arrays.
-        chunk_elements: the number of elements of a chunk.
-        is_finite: a function that returns whether all elements of an array are finite.
-    """
-
-    def __init__(
-        self, context: ShmContext, sources: Sequence[Array], chunk_elements: int, is_finite: Callable[[Array], bool]
-    ) -> None:
-        self.is_finite = is_finite
-        self._context = context
-        self._sources = sources
-        self._chunk_elements = chunk_elements
-
-    def set_flag(self, chunk: int, is_nonfinite: bool) -> None:
-        self._context.flags[chunk % CHUNKS_IN_FLIGHT][self._context.rank] = is_nonfinite
-
-    def check_results(self, chunk: int, section: Section, results: Array) -> None:
-        """Checks results that this rank has reduced. If a result is not finite, checks this rank's contribution too."""
-        if not self.is_finite(results):
-            self.set_flag(chunk, True)
-            self._context.finder.note_nonfinite_result()
-            self._check_own(chunk, [section])
-
-    def check_contributions(self, chunk: int, sections: Sequence[Section]) -> None:
-        """Checks this rank's contributions to a chunk if any rank has set its flag for the chunk."""
-        if any(self._context.flags[chunk % CHUNKS_IN_FLIGHT]):
-            self._check_own(chunk, sections)
-
-    def _check_own(self, chunk: int, sections: Sequence[Section]) -> None:
-        for begin, _, pieces in sections:
-            at = chunk * self._chunk_elements + begin
-            for values in _pieces_of(self._sources, pieces):
-                self._context.finder.check_contribution(self._context.rank, values, at)
-                at += values.size
-
-
-def _add_squares(squares: SumOfSquares, share: Sequence[Array]) -> None:
-    if share:
-        squares.add(np.concatenate(share))
-
-
 #: The calls of a step, by the names of their phases in a trace, and the wait at the end of the step.
 _StepCalls = tuple[list[tuple[str, list[Call]]], Wait]
 
@@ -394,7 +331,6 @@ class ListAllReduce(Plan):
         context: the memory and objects that all collectives of the communicator use.
         sources, targets: see Backend.all_reduce.
         op: the operator of the reduction, which the dtype must support.
-        checks: the checks that the plan makes on the results.
     """
 
     def __init__(
@@ -403,7 +339,6 @@ class ListAllReduce(Plan):
         sources: Sequence[Array],
         targets: Sequence[Array],
         op: ReduceOp,
-        checks: Checks = Checks.NONE,
     ) -> None:
         self._context = context
         self._barrier = context.barrier
@@ -414,7 +349,6 @@ class ListAllReduce(Plan):
         self._sizes = sizes = tuple([source.size for source in sources])
         self._size = sum(sizes)
         self._is_one_shot = self._size * dtype.itemsize <= SMALL_BYTES
-        self._squares = context.squares if Checks.SQUARES in checks else None
         # In the pipeline a mean is computed as a sum, which is divided while it is copied to the targets. This saves
         # one pass over the data. In half precision, one call adds and divides in float32, and rounds only once.
         divides_late = op is ReduceOp.MEAN and accumulation_dtype(dtype) == dtype and not self._is_one_shot
@@ -423,8 +357,6 @@ class ListAllReduce(Plan):
         published_bytes = _PUBLISHED_BYTES if memcpy_is_slow() else context.chunk_bytes
         bytes_at_a_time = context.chunk_bytes, _REDUCED_BYTES, published_bytes, _GATHERED_BYTES
         self._lengths = Lengths(*[size_bytes // dtype.itemsize for size_bytes in bytes_at_a_time])
-        is_finite = finite_test(dtype) if Checks.NONFINITE in checks else None
-        self._check = None if is_finite is None else _ChunkCheck(context, sources, self._lengths.chunk, is_finite)
         self._kept: list[list[_StepCalls]] = []
 
     def keep(self) -> None:
@@ -483,11 +415,6 @@ class ListAllReduce(Plan):
             if is_packed:
                 delivered += self._copying_out(result[begin:end], pieces)
         reduced: list[Call] = [(self._reduce, (contributions, result))]
-        if self._check is not None:
-            reduced.append((self._context.finder.check_section, (self._check.is_finite, result, contributions, 0)))
-        if self._squares is not None:
-            share = share_of(self._sizes, self._dtype.itemsize, self._rank, self._context.world_size)
-            delivered.append((_add_squares, (self._squares, _pieces_of(self._targets, share))))
         yield [("packing", published)], Wait.AGREEMENT
         yield [("reducing", reduced), ("splitting", delivered)], Wait.NOBODY
 
@@ -498,12 +425,7 @@ class ListAllReduce(Plan):
         return [self._collecting(pieces, own[begin:end]) for begin, end, pieces in chunk.others]
 
     def _reducing(self, number: int, chunk: Chunk) -> list[Call]:
-        calls: list[Call] = []
-        if self._check is not None:
-            calls.append((self._check.set_flag, (number, False)))
-        for section in chunk.own:
-            calls += self._reducing_section(number, section)
-        return calls
+        return [call for section in chunk.own for call in self._reducing_section(number, section)]
 
     def _reducing_section(self, number: int, section: Section) -> list[Call]:
         """Returns the calls that reduce a section, and copy the result to the other ranks and to the targets."""
@@ -520,22 +442,12 @@ class ListAllReduce(Plan):
             calls.append(self._collecting(pieces, own))
         contributions[self._rank] = own
         calls.append((self._reduce, (contributions, result)))
-        if self._check is not None:
-            calls.append((self._check.check_results, (number, section, result)))
         calls += [copying(result, other) for other in others]
-        calls += self._copying_out(result, pieces)
-        if self._squares is not None:
-            calls += adding_squares(self._squares, self._delivered(result, pieces), stays=len(pieces) == 1)
-        return calls
+        return calls + self._copying_out(result, pieces)
 
     def _delivering(self, number: int, chunk: Chunk) -> list[Call]:
         own = self._buffers(number)[self._rank]
-        calls: list[Call] = []
-        if self._check is not None:
-            calls.append((self._check.check_contributions, (number, chunk.others)))
-        return calls + [
-            call for begin, end, pieces in chunk.others for call in self._copying_out(own[begin:end], pieces)
-        ]
+        return [call for begin, end, pieces in chunk.others for call in self._copying_out(own[begin:end], pieces)]
 
     def _buffers(self, chunk: int) -> Sequence[Array]:
         """Returns the buffers of all ranks in the slot that a chunk uses."""

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from gradsync.communicators.host_values import NonFiniteFinder, SumOfSquares
 from gradsync.communicators.shared_memory.barrier import LINE_BYTES, REASON_BYTES, SharedBarrier
 from gradsync.diagnostics import FlightRecorder
 from gradsync.reduction import Array
@@ -52,7 +51,6 @@ def _areas(world_size: int) -> dict[str, int]:
         "lines": (world_size + 1) * LINE_BYTES,
         "reasons": world_size * REASON_BYTES,
         "message lines": 2 * world_size * world_size * LINE_BYTES,
-        "flags": CHUNKS_IN_FLIGHT * world_size,
     }
 
 
@@ -86,10 +84,6 @@ class ShmContext:
         rank, world_size, barrier, chunk_bytes, recorder: see Args.
         share_bytes: the largest number of bytes that a rank publishes for each other rank in one round of an all_to_all
             or a reduce_scatter.
-        flags: [number of the slot][rank] -> a byte: whether the rank has found a non-finite result in the chunk that
-            uses the slot. Only this rank writes the byte, and all ranks read the byte.
-        finder: the object that collects non-finite values.
-        squares: the object that adds up the squares of results.
         quietly: a function; quietly(function, *arguments) calls the function and ignores floating-point errors. If
             NumPy raised these errors as exceptions, only some ranks would raise them. A program finds overflow and NaN
             in the results.
@@ -110,9 +104,6 @@ class ShmContext:
         self.chunk_bytes = chunk_bytes
         self.recorder = recorder
         self.share_bytes = ROUND_BYTES // max(world_size - 1, 1) // LINE_BYTES * LINE_BYTES
-        self.flags = [areas["flags"][slot * world_size :][:world_size] for slot in range(CHUNKS_IN_FLIGHT)]
-        self.finder = NonFiniteFinder(world_size)
-        self.squares = SumOfSquares()
         context = Context()
         context.run(np.seterr, all="ignore")  # a setting of the context; entering it is faster than np.errstate
         self.quietly = context.run

@@ -24,7 +24,6 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, largest_part
 from gradsync.communicators.host_copy import copy_words, cuts, pack_words, pieces_between, split_words, word_dtype
-from gradsync.communicators.host_values import Checks
 from gradsync.communicators.shared_memory.all_reduce import ListAllReduce, Plan
 from gradsync.communicators.shared_memory.arena import ROUND_BYTES, ROUND_SLOTS, ShmContext, share_begin
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, reduction_of
@@ -60,19 +59,6 @@ class Plans:
         self._made.add(plan)
         return plan
 
-    def prepare(
-        self,
-        sources: Sequence[Array],
-        targets: Sequence[Array],
-        op: ReduceOp,
-        checks: Checks = Checks.NONE,
-    ) -> ListAllReduce:
-        """Returns a plan that all-reduces exactly these arrays many times; see Backend.prepare."""
-        plan = ListAllReduce(self._context, sources, targets, op, checks)
-        plan.keep()
-        self._made.add(plan)
-        return plan
-
     def all_reduce_large(self, op: ReduceOp, source: Array, target: Array, agreement: Agreement) -> None:
         """All-reduces one array that is too large for OneShot. The target may be the same array.
 
@@ -86,7 +72,10 @@ class Plans:
 
     def _make_for_addresses(self, op: ReduceOp, dtype: np.dtype[Any], size: int, *addresses: int) -> ListAllReduce:
         source, target = [_array_at(address, size, dtype) for address in addresses]
-        return self.prepare([source], [target], op)
+        plan = ListAllReduce(self._context, [source], [target], op)
+        plan.keep()
+        self._made.add(plan)
+        return plan
 
     def release(self) -> None:
         """Releases the shared memory, even if a caller still holds a plan."""

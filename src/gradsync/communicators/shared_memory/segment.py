@@ -9,44 +9,29 @@ UCX_POSIX_USE_PROC_LINK.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import platform
 import sys
-import time
 from collections.abc import Callable
-
-import numpy as np
 
 from gradsync.errors import BackendUnavailable
 from gradsync.machine import available_memory_bytes, machine_identity
 
 _MADV_POPULATE_WRITE = 23  # from Linux's mman.h; not in Python's mmap
 
-# Measured: a reduction of 100 MB takes a tenth to a third less time on huge pages, because the processor looks up fewer
-# addresses than with 4 KB pages. Linux gives huge pages to a memfd only if the administrator has enabled this, or if
-# the program requests each page by MADV_COLLAPSE (Linux 6.1), which takes some milliseconds. Without huge pages
-# everything works too, but more slowly.
-HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
-_MADV_COLLAPSE = 25  # from Linux's mman.h; not in Python's mmap
-_ATTEMPTS = 4
-
-
-def create_segment(size_bytes: int, *, allocated: bool = True) -> int:
+def create_segment(size_bytes: int) -> int:
     """Makes shared memory that is filled with zeros, and returns its file descriptor.
 
     The memory is allocated before its first use, so that a lack of memory is an error, and not a SIGBUS at the first
     access. /dev/shm does not limit the size of a memfd, and if a memfd uses all memory, the kernel kills processes. So
-    `reserve` first checks the kernel's estimate of the available memory.
+    _reserve() first checks the kernel's estimate of the available memory.
 
     Args:
         size_bytes: the size of the memory in bytes.
-        allocated: whether to allocate the memory now. Otherwise the caller must allocate the memory by `reserve` before
-            its first use.
 
     Raises:
         BackendUnavailable: the kernel has no memfd, or there is not enough memory.
@@ -57,8 +42,7 @@ def create_segment(size_bytes: int, *, allocated: bool = True) -> int:
         raise BackendUnavailable(f"shared memory needs memfd_create (Linux 3.17 or newer): {error}") from error
     try:
         os.ftruncate(descriptor, size_bytes)
-        if allocated:
-            reserve(descriptor, 0, size_bytes)
+        _reserve(descriptor, size_bytes)
         # If a peer truncated the memory, the other processes would be killed by SIGBUS.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as error:
@@ -70,17 +54,17 @@ def create_segment(size_bytes: int, *, allocated: bool = True) -> int:
     return descriptor
 
 
-def reserve(descriptor: int, begin: int, end: int) -> None:
-    """Allocates the bytes [begin, end) of a segment, but does not create their page table entries.
+def _reserve(descriptor: int, size_bytes: int) -> None:
+    """Allocates a segment, but does not create its page table entries.
 
     Raises:
         BackendUnavailable: there is not enough memory.
     """
-    _check_available(end - begin)
+    _check_available(size_bytes)
     try:
-        os.posix_fallocate(descriptor, begin, end - begin)
+        os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
-        raise _cannot_allocate(end - begin, error) from error
+        raise _cannot_allocate(size_bytes, error) from error
 
 
 def _check_available(size_bytes: int) -> None:
@@ -96,19 +80,16 @@ def _cannot_allocate(size_bytes: int, error: OSError) -> BackendUnavailable:
     return BackendUnavailable(f"cannot allocate {size_bytes} bytes of shared memory: {kind}")
 
 
-def map_segment(descriptor: int, *, on_huge_pages: bool = False) -> mmap.mmap:
+def map_segment(descriptor: int) -> mmap.mmap:
     """Maps the whole segment for reading and writing, and closes the descriptor.
 
     Args:
         descriptor: the segment's file descriptor.
-        on_huge_pages: whether to map the segment at an address that is aligned for huge pages.
 
     Raises:
         BackendUnavailable: the address space of this process has no room for the segment.
     """
     try:
-        if on_huge_pages:
-            return _map_for_huge_pages(descriptor)
         return mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=mmap.MAP_SHARED)
     except OSError as error:
         raise BackendUnavailable(f"cannot map the shared memory: {error}") from error
@@ -206,44 +187,3 @@ def check_platform() -> None:
     machine = platform.machine()
     if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
         raise BackendUnavailable(f"shared memory needs Linux on x86-64, this is {sys.platform} on {machine}")
-
-
-def _map_for_huge_pages(descriptor: int) -> mmap.mmap:
-    """Maps a whole segment, if possible at a multiple of the huge page size. The descriptor remains open."""
-    size_bytes = os.fstat(descriptor).st_size
-    with contextlib.ExitStack() as gaps:
-        for _ in range(_ATTEMPTS):
-            mapping = mmap.mmap(descriptor, size_bytes)
-            excess_bytes = _address(mapping) % HUGE_PAGE_BYTES
-            if not excess_bytes:
-                return mapping
-            # Linux puts each new mapping below the last mapping. So after a mapping of the excess size, the next
-            # mapping begins at a multiple of the huge page size.
-            mapping.close()
-            gaps.enter_context(mmap.mmap(-1, excess_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        return mmap.mmap(descriptor, size_bytes)
-
-
-def take_huge_pages(mapping: mmap.mmap, begin: int, end: int, seconds: float) -> None:
-    """Asks the kernel to move a part of a mapping to huge pages, within a time limit.
-
-    Args:
-        mapping: a mapping that _map_for_huge_pages has made.
-        begin, end: the offsets of this part in the mapping, both multiples of the huge page size. The part must be
-            allocated.
-        seconds: the time limit.
-    """
-    deadline = time.monotonic() + seconds
-    for page in range(begin, end, HUGE_PAGE_BYTES):
-        if time.monotonic() > deadline:
-            return
-        try:
-            mapping.madvise(_MADV_COLLAPSE, page, HUGE_PAGE_BYTES)
-        except OSError as error:
-            if error.errno != errno.EAGAIN:  # EAGAIN: only this page cannot be moved now
-                return
-
-
-def _address(mapping: mmap.mmap) -> int:
-    address: int = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
-    return address

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Backend, Bounds, Message, ResidentMemory, Run, bounds_of
+from gradsync.communicators.backend import Backend, Bounds, Message, Run, bounds_of
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.host_copy import memcpy_is_slow
-from gradsync.communicators.host_values import Checks
 from gradsync.communicators.shared_memory.all_reduce import SMALL_BYTES, ListAllReduce, OneShot
 from gradsync.communicators.shared_memory.arena import ROUND_BYTES, SLOT_BYTES, ShmContext, areas_of, segment_bytes
 from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SharedBarrier
@@ -31,7 +30,6 @@ from gradsync.communicators.shared_memory.collectives import (
     all_to_all,
 )
 from gradsync.communicators.shared_memory.point_to_point import PointToPoint
-from gradsync.communicators.shared_memory.resident import make_resident_memory
 from gradsync.communicators.shared_memory.segment import (
     check_platform,
     create_segment,
@@ -44,8 +42,6 @@ from gradsync.errors import BackendUnavailable
 from gradsync.machine import begin_on_core
 from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.client import RendezvousClient
-
-_TICKET_BYTES = 128  # more than a ticket of share_segment
 
 
 class ShmBackend(Backend):
@@ -86,8 +82,6 @@ class ShmBackend(Backend):
         self._context = context = ShmContext(rank, world_size, self._barrier, areas, chunk_bytes, self.recorder)
         self._plans = Plans(context)
         self._channels = PointToPoint(areas, context.slots(np.dtype(np.uint8))[0], rank, self._barrier)
-        self.finder = context.finder if world_size > 1 else None
-        self.squares = context.squares if world_size > 1 else None
         # If the program drops a group without closing it, other ranks may still wait in a collective of this group.
         self._when_dropped = weakref.finalize(self, _announce_dropped, self._barrier, os.getpid())
         self._when_dropped.atexit = False
@@ -106,22 +100,6 @@ class ShmBackend(Backend):
             self._plans.of(OneShot, source.dtype, source.size, op).run(source, targets[0], agreement)
         else:
             ListAllReduce(self._context, sources, targets, op).run(agreement)
-
-    def prepare(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, checks: Checks
-    ) -> ListAllReduce | None:
-        return self._plans.prepare(sources, targets, op, checks) if self.world_size > 1 else None
-
-    def make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
-        if self.world_size == 1:
-            return super().make_resident(size_bytes, agreement)
-
-        def broadcast(ticket: bytes) -> bytes:
-            box = np.frombuffer(bytearray(ticket.ljust(_TICKET_BYTES, b"\0")), np.uint8)
-            self.broadcast([box], 0, agreement)
-            return box.tobytes().rstrip(b"\0")
-
-        return make_resident_memory(self._context, size_bytes, broadcast, partial(self._barrier.agree, agreement))
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         result = source[:0] if target is None else target
