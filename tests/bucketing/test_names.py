@@ -41,6 +41,10 @@ class Word(enum.StrEnum):
     BIAS = "b"
 
 
+class OtherWord(enum.StrEnum):
+    WEIGHT = "w"
+
+
 class Module:
     """Has no repr of its own: what Python shows is an address."""
 
@@ -71,6 +75,7 @@ NAMES = {
     "bool": (True, False),
     "named tuple": (Place(0, "w"), Place(0, "b")),
     "text enum": (Word.WEIGHT, Word.BIAS),
+    "equal members of two enums": (Word.WEIGHT, OtherWord.WEIGHT),
     "fraction and date": (fractions.Fraction(1, 3), datetime.date(2026, 11, 28)),
     "class": (Layer, Key),
     "odd text": ("'w\n: float32[3]", "\ud800 \N{GREEK SMALL LETTER ALPHA}"),
@@ -200,6 +205,8 @@ def test_names_that_look_alike_are_refused(alone):
     with pytest.raises(gs.InvalidArgument, match="its own"), sync.backward():
         for name in (Alike(), Alike()):
             sync(name, np.ones(3))
+    with pytest.raises(gs.InvalidArgument, match="its own"):  # the ranks could give them in another order
+        gs.AllreduceCallback("sum", alone, parameters={Alike(): ((3,), "float64"), Alike(): ((3,), "float64")})
 
 
 def differ_in_arrays(comm, value, shape=(3,)):

@@ -67,7 +67,7 @@ def key_of(param: Any) -> Hashable:
         hash(param)
     except TypeError:
         raise InvalidArgument(f"a parameter must be a hashable name or an array, got {type(param).__name__}") from None
-    return ("name", param)
+    return (type(param), param)  # members of two IntEnum or StrEnum may be equal
 
 
 def name_of(param: Any, communicator: Communicator) -> str:
@@ -230,11 +230,15 @@ def known_parameters(parameters: Any, op: ReduceOp, communicator: Communicator) 
         )
     pairs = parameters.items() if isinstance(parameters, Mapping) else ((each, each) for each in parameters)
     found: dict[Hashable, Known] = {}
+    names: set[str] = set()
     for position, (param, array) in enumerate(pairs):
         key = key_of(param)
         if key in found:
             raise InvalidArgument(f"{communicator.label}: AllreduceCallback got the same parameter twice")
-        found[key] = _known_of(param, array, position, op, communicator)
+        found[key] = its = _known_of(param, array, position, op, communicator)
+        if its.name in names:
+            raise InvalidArgument(f"{communicator.label}: two parameters have the name {its.name}: give each its own")
+        names.add(its.name)
     if not found:
         raise InvalidArgument(
             f"{communicator.label}: parameters= names no parameter: name at least one, or leave the option out"
