@@ -176,8 +176,9 @@ def average_gradients(
     order), lists, tuples, namedtuples, dataclasses, and pytrees that are registered with JAX. Use the tree that the
     function returns. Writeable arrays are reduced in place, and the returned tree has these same arrays. If an array is
     read-only, such as JAX's, or its elements share memory, the returned tree has a new array of the same kind in its
-    place. A number (NumPy scalar, float, complex, int) is replaced by a new number. None stays None, except with a
-    callback: where another rank has a gradient, and the callback has missing="zero", the result is put there.
+    place. A number (NumPy scalar, float, complex, int) is replaced by a new number. None stays None, unless the ranks
+    reduced a gradient for it: with a callback that has missing="zero", or where this rank has a weight of 0 and no
+    gradient at all, and knows the tree.
 
     With one rank, without a callback and a weight, the function returns the tree unchanged and unchecked.
 
@@ -238,11 +239,11 @@ def _kept_step(communicator: Communicator, op: ReduceOp, structure: Node | None)
     steps = kept(communicator)
     step: Step | None = steps.get((op, structure))
     if step is None:
-        if len(steps) > _MOST_TREES:
-            steps.clear()
         if _WHAT not in steps:  # one identity for all: the ranks may come with different trees, and are told so
             steps[_WHAT] = CallbackIdentity(_WHAT, communicator)
             steps[_WHAT].made_at = ""  # no callback of the program
+        if len(steps) > _MOST_TREES:
+            del steps[list(steps)[1]]  # the oldest, after the identity
         steps[op, structure] = step = Step(Options(op, _LIST_BYTES), steps[_WHAT])
     return step
 
