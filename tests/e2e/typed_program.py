@@ -21,6 +21,10 @@ def train(steps: int) -> float:
         with sync.backward():
             future: gs.GradientFuture = sync("weights", np.ones(3, np.float32))
         weights -= 0.1 * future.result()
+    with sync.backward(weight=len(weights)):
+        sync("weights", np.ones(3, np.float32))
+    total: float | None = sync.total_weight
+    print(total, sync.results()["weights"], sync.norm)
     group = comm.new_group([0])
     if group:
         group.all_reduce(weights, "max")
@@ -49,6 +53,8 @@ def main() -> None:
 
     # Mistakes; mypy complains of a comment that nothing here needs.
     gs.AllreduceCallback("mean", treshold_bytes=1)  # type: ignore[arg-type]
+    gs.AllreduceCallback("mean", diverged="ignore")  # type: ignore[arg-type]
+    gs.AllreduceCallback("mean").backward(weight="3")  # type: ignore[arg-type]
     gs.init_process_group(rank="0")  # type: ignore[arg-type]
     train("3").append("x")  # type: ignore[arg-type]
     gs.no_such_name()  # type: ignore[attr-defined]
