@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradsync.bucketing.lists import array_module
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.reduction import Array, part_dtype
 
@@ -21,6 +23,7 @@ Exchange = Callable[[Sequence[int]], list[list[int]]]
 
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _WIDE = np.dtype(np.float64)  # the only parts whose squares leave the range of float64
+_SMALL_ELEMENTS = 2**14
 _SAFE_SQUARES = 1e-290, 1e290
 
 
@@ -62,13 +65,14 @@ def norm_of(flats: Sequence[Array], rank: int, world_size: int, arrays: ArrayKin
 
     Args:
         flats: flat arrays on the communicator's device.
-        rank, world_size: each rank adds up the squares of its share of each array.
+        rank, world_size: each rank adds up the squares of its share.
         arrays: the functions for the arrays.
         exchange: returns the integers of all ranks. Each gives a scale s and the sum of (x / s)**2, as the bits of two
             float64.
     """
-    shares = [flat[flat.size * rank // world_size : flat.size * (rank + 1) // world_size] for flat in flats]
-    scale, squares = 1.0, sum([float(arrays.sum_of_squares(share)) for share in shares if share.size])
+    shares = _joined(_share_of(flats, rank, world_size))
+    # On a GPU these are sums on the device, for which the host waits once.
+    scale, squares = 1.0, float(sum([arrays.sum_of_squares(share) for share in shares]))
     least, most = _SAFE_SQUARES
     if not least < squares < most and any(part_dtype(share.dtype) == _WIDE for share in shares):
         parts = [_parts(share) for share in shares]
@@ -79,6 +83,31 @@ def norm_of(flats: Sequence[Array], rank: int, world_size: int, arrays: ArrayKin
     rows = [(scale, squares) for scale, squares in rows if squares != 0.0]
     largest = max([scale for scale, _ in rows], default=1.0)
     return Norm(largest, math.sqrt(sum([squares * (scale / largest) ** 2 for scale, squares in rows])))
+
+
+def _share_of(flats: Sequence[Array], rank: int, world_size: int) -> list[Array]:
+    """Returns a rank's share of the elements of all arrays: whole arrays, and parts of the first and the last."""
+    total = sum([flat.size for flat in flats])
+    low, high = total * rank // world_size, total * (rank + 1) // world_size
+    shares, begin = [], 0
+    for flat in flats:
+        end = begin + flat.size
+        if begin < high and low < end and begin < end:
+            is_whole = low <= begin and end <= high
+            shares.append(flat if is_whole else flat[max(low - begin, 0) : high - begin])
+        begin = end
+    return shares
+
+
+def _joined(flats: Sequence[Array]) -> list[Array]:
+    """Joins small arrays of a dtype: a call for each would cost more than its elements."""
+    large, small = [], defaultdict(list)
+    for flat in flats:
+        if flat.size < _SMALL_ELEMENTS:
+            small[flat.dtype].append(flat)
+        else:
+            large.append(flat)
+    return large + [array_module(few[0]).concatenate(few) if len(few) > 1 else few[0] for few in small.values()]
 
 
 def _parts(share: Array) -> Any:
