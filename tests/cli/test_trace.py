@@ -117,7 +117,7 @@ def test_a_run_that_fails_leaves_traces_too(cli, script, tmp_path):
         assert names(events_of(tmp_path / f"0/rank-{rank}.json"), "step", rank) == ["step"] * 4
     events = events_of(tmp_path / "0/rank-0.json")
     [failed] = [event for event in events if event.get("args", {}).get("state") == "failed"]
-    assert failed["name"].startswith("all_reduce(mean)")
+    assert failed["name"].startswith("all_reduce(mean, check_every 0)")
 
 
 def test_a_rank_that_is_killed_leaves_no_trace_and_there_is_no_summary(cli, script, tmp_path):
