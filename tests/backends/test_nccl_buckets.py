@@ -280,3 +280,24 @@ def test_weighted_means(comm, known):
             mean = sum(weight * rank for rank, weight in enumerate(weights)) / sum(weights)
             for name, result in callback.results().items():
                 np.testing.assert_allclose(result.get(), NAMES.index(name) + mean, rtol=1e-6)
+
+
+# -- Steps on several streams ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hands_over", [NAMES, "a"])
+@two
+def test_the_memory_of_buckets_is_written_when_the_last_step_is_done_with_it(comm, hands_over):
+    """Though this step is on another stream."""
+    callback = in_pairs(comm, gradient_as_bucket_view=True, missing="zero")
+    step(callback, comm)
+    for _ in range(2):
+        first, second = side_stream(), side_stream()
+        with Obstacle(first):
+            with first:
+                step(callback, comm)
+            with second:
+                step(callback, comm, hands_over)
+        for name, result in callback.results().items():
+            wanted = total(comm, NAMES.index(name)) if name in hands_over else 0
+            assert_all(result, wanted, second)

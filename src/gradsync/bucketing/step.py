@@ -360,6 +360,7 @@ class Step:
             if memory.holds(key, native):
                 value = grad
             elif beside_host:  # now, on the stream that makes it
+                self._await_last()
                 arrays.assign(native, value)
                 native = value
             else:
@@ -551,6 +552,11 @@ class Step:
         natives = [elsewhere[key].native if key in elsewhere else self._grads[key] for key in bucket.keys]
         return natives, [self._result_of(key) for key in bucket.keys]
 
+    def _await_last(self) -> None:
+        """Makes the current stream wait for the last step, which may have run on another one."""
+        if self._results_end is not None:
+            self._results_end.order()
+
     def _order_launched(self) -> None:
         """Makes the current stream wait for what was launched, and the host for results in host memory."""
         for completion in self._launched:
@@ -601,6 +607,7 @@ class Step:
                 'for each parameter, or use AllreduceCallback(parameters=..., missing="zero")'
             )
         self._ensure_memory(communicator)
+        self._await_last()
         arrays = arrays_of(communicator)
         for key in lacking:
             its = self._known[key]
@@ -741,8 +748,7 @@ class Step:
             raise FutureNotReady("results() gives the gradients of the last step, and a step has begun: call it after")
         if self.unread is not None:
             self.unread.forget()
-        if self._results_end is not None:
-            self._results_end.order()
+        self._await_last()
         return self._results
 
     def forget_results(self) -> None:
