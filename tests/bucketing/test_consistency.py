@@ -59,6 +59,30 @@ DIFFERENCES = [
 ]
 
 
+def changes():
+    """Pairs of arrays of one shape and dtype that differ little."""
+    ones, many = np.ones(40_000), np.arange(40_000.0)  # three pieces of a digest
+    for at in (0, 1, 16_383, 16_384, 39_998):
+        for signs in ((at,), (at, at + 1), (at, (at + 16_384) % 40_000)):
+            other = ones.copy()
+            other[list(signs)] *= -1
+            yield ones, other
+        yield many, np.roll(many, at + 1)
+        other = many.copy()
+        other[[at, (at + 16_384) % 40_000]] = other[[(at + 16_384) % 40_000, at]]
+        yield many, other
+    for size in range(1, 20):
+        for at in range(size):
+            yield np.zeros(size, np.uint8), (np.arange(size) == at).astype(np.uint8)
+
+
+@pytest.mark.ranks(2)
+def test_no_small_change_has_the_same_digest(comm):
+    pairs = list(changes())
+    with pytest.raises(gs.PlanMismatch, match=f"; {len(pairs)} of {len(pairs)} arrays differ"):
+        gs.check_consistency([pair[comm.rank] for pair in pairs])
+
+
 @pytest.mark.ranks(on={"shm": (2, 3), "fake": (2,), "gpu": (2,)})
 def test_the_first_array_that_differs_is_named_on_every_rank(comm):
     arrays = arrays_of(comm)
@@ -316,6 +340,38 @@ def test_a_rank_without_a_batch_compares_too(comm):
                     sync("w", np.ones(2))
             weights["w"] -= 0.1 * sync.results()["w"] + comm.rank * (number == 1)
     assert len(lines) == (comm.rank == 0)
+
+
+@pytest.mark.ranks(2)
+def test_the_first_step_that_has_a_batch_compares(comm):
+    weights = {"w": np.full(2, float(comm.rank))}
+    sync = gs.AllreduceCallback("mean", comm, check_every=50)
+    with Heard() as lines:
+        for weight in (0, 1):
+            with sync.backward(weight=weight):
+                if weight:
+                    sync("w", np.ones(2))
+            sync.results()
+        sync = gs.AllreduceCallback("mean", comm, parameters=weights, check_every=50, name="known")
+        for weight in (0, 1):
+            with sync.backward(weight=weight):
+                sync("w", np.ones(2))
+            sync.results()
+    assert [line for line in lines if "nobody knows" not in line] == [line for line in lines if "'w'" in line]
+    assert len([line for line in lines if "'w'" in line]) == (comm.rank == 0)
+
+
+@pytest.mark.ranks(2)
+def test_arrays_that_only_one_rank_cannot_compare_are_not_compared(comm):
+    w, b = np.zeros(2), np.ones(3)
+    w.setflags(write=bool(comm.rank))
+    sync = gs.AllreduceCallback("mean", comm)
+    with Heard() as lines:
+        with sync.backward():
+            sync(w, np.ones(2))
+            sync(b, b if comm.rank else np.ones(3))  # of rank 1, nothing is known
+        sync.results()
+    assert [line for line in lines if "nobody knows" not in line] == []
 
 
 @pytest.mark.ranks(2)

@@ -67,7 +67,8 @@ class Divergence:
     @property
     def is_due(self) -> bool:
         """Whether the ranks compare their parameters in this step; equal on all ranks."""
-        return self._every > 0 and self._steps % self._every == 0 and self._compared_at != self._steps
+        is_time = self._compared_at < 0 or self._steps % (self._every or 1) == 0
+        return self._every > 0 and is_time and self._compared_at != self._steps
 
     def end_step(self, *, is_used: bool) -> None:
         """Counts a step that all ranks have ended; `is_used`: with results that change the parameters."""
@@ -94,7 +95,7 @@ class Divergence:
         is_told = self._compared_at >= 0 or _was_shared(communicator)
         mine = self._digests_of(parameters)
         rows: list[list[int]] = [[]]
-        if is_fixed or any(mine):
+        if is_fixed or any(each.array is not None for each in parameters):
             agreement = Agreement(digest_of(_WHAT, step.digest), step.describe, summarise=lambda: _WHAT)
             rows = exchange_numbers(communicator, _WHAT, mine, agreement)
         known = [at for at, of_ranks in enumerate(zip(*rows, strict=True)) if all(of_ranks)]

@@ -4,7 +4,8 @@
     w -= lr * g
 
 It is looked for in the first steps of a callback. A result is lost if at the next backward() its future has been
-dropped unread, results() was not asked, and after the flush nobody but gradsync referred to the array.
+dropped unread, results() was not asked, and after the flush nobody but gradsync referred to the array. On a GPU it is
+not looked for: memory may have owners that Python does not count, and launches keep arrays.
 """
 
 from __future__ import annotations
