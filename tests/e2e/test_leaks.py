@@ -69,7 +69,6 @@ def test_nothing_stays(comm, cycle):
 
 
 @pytest.mark.ranks(2, fresh=True)
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="a failed step is kept, until bucketing is rebuilt")
 def test_a_step_in_which_the_ranks_differ_keeps_nothing(comm):
     with comm.split(0) as group:
         sync = gs.AllreduceCallback("mean", group)

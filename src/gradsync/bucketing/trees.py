@@ -257,8 +257,9 @@ def _taken_apart(tree: Any, who: str) -> tuple[list[Any], Node | None, list[str]
     names = _names.get(structure)
     if names is None:
         names = [_name(path) for path in _leaves_of(structure, leaves)]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise InvalidArgument(f"{who}: two values of the tree have the path {twice[0]}: rename one of their keys")
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InvalidArgument(f"{who}: two values of the tree have the path {twice}: rename one of their keys")
         unflatten(tree, structure, iter(leaves))  # fails before anything is reduced
         if len(_names) >= _MOST_TREES:
             _names.clear()
