@@ -186,9 +186,9 @@ class FutureNotReady(GradsyncError, RuntimeError):
 
 
 class GradientCancelled(GradsyncError, RuntimeError):
-    """This gradient is not reduced: its backward pass raised an exception, or the process group ended before the pass.
+    """This gradient is not reduced. The future of the gradient raises this error.
 
-    The future of the gradient raises this error.
+    Its backward pass raised an exception, the process group ended before the pass, or the weights of all ranks were 0.
     """
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -200,3 +202,21 @@ def test_what_is_clipped_is_what_the_futures_give(comm, layout):
     if isinstance(fixed, np.ndarray):
         assert (fixed == 4.0).all()
         assert results["b"] is not fixed
+
+
+@pytest.mark.ranks(2)
+def test_a_callback_whose_step_failed_can_be_collected(comm):
+    """Else its arrays stay, and the next callback of its line is refused."""
+
+    def fail():
+        sync = gs.AllreduceCallback("mean", comm, nonfinite="raise")
+        with pytest.raises(gs.NonFiniteGradient):
+            step(sync, {"a": np.full(2, np.nan)})
+        with pytest.raises(gs.PlanMismatch):
+            step(sync, {"a": np.ones(2 + comm.rank)})
+        return weakref.ref(sync)
+
+    first = fail()
+    gc.collect()
+    assert first() is None
+    fail()
