@@ -138,10 +138,18 @@ class StepEvents:
         return self._agreement("step", specs, layout, tuple(missing), weighted=weighted)
 
     def of_bucket(self, step: Agreement, bucket: Bucket) -> Agreement:
-        """Returns the agreement on one bucket of a step: the step's own, with the bucket's line for the recorder."""
+        """Returns the agreement on one bucket of a step: the step's own, with the bucket's line for the recorder.
+
+        Its digest is another for each bucket: a rank that fails between two buckets and begins anew must not meet the
+        others' next bucket.
+        """
         names = names_text([spec.label for spec in bucket.specs])
         line = f"all_reduce({self._words}) {bucket.specs[0].dtype} {size_text(bucket.size_bytes)} {names}"
-        return step._replace(summarise=lambda: line)
+        return step._replace(digest=step.digest ^ bucket.number, summarise=lambda: line)
+
+    def of_weights(self, step: Agreement) -> Agreement:
+        """Returns the agreement on the exchange of weights at the beginning of a step."""
+        return Agreement(digest_of("weights", step.digest), step.describe, summarise=lambda: "weights of the ranks")
 
     def of_memory(self, buckets: Sequence[Bucket]) -> Agreement:
         """Returns the agreement on the memory of buckets."""

@@ -633,7 +633,7 @@ class Step:
         if self._weight is None:
             return self._options.op, 1.0
         if self._factor is None:
-            agreement = self._planned().agreements[True][0]
+            agreement = self._events.of_weights(self._planned().agreements[True][0])
             rows = exchange_numbers(communicator, "backward(weight=)", [bits_of(self._weight)], agreement)
             weights = [number_of(bits) for [bits] in rows]
             self._total_weight = sum(weights)
