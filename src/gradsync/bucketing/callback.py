@@ -206,6 +206,10 @@ class AllreduceCallback:
         begun = f", {step.count} gradients of the next step" if step.count else ""
         return f'<AllreduceCallback("{self.op.value}"{name}) {where}: {self.statistics.steps} steps{begun}>'
 
+    def __reduce__(self) -> NoReturn:
+        # The ranks could not tell a copy from the original.
+        raise TypeError("an AllreduceCallback cannot be copied or pickled: make another one, with a name of its own")
+
     def gradient_buffers(self) -> Any:
         """Returns arrays inside the buckets, one for each gradient, so that gradsync need not copy gradients into them.
 

@@ -53,32 +53,32 @@ class CallbackIdentity:
         self.made_at = _line_of_program()
         self.text = self.made_at if name is None else repr(str(name))
         with _lock:
-            self._older = WeakSet(each for each in _living if each.text == self.text)
             _living.add(self)
 
     def check_alone(self, communicator: Communicator) -> None:
-        """Refuses, at its first use, a callback that the ranks could take for an older one.
+        """Refuses, at its first use, a callback that the ranks could take for another one that is alive.
 
         Two of one helper, or of one line in a loop, look alike: ranks that make or use them crosswise would average
-        two models into each other.
+        two models into each other. So neither can be used while both are there; one that is in use goes on.
 
         Raises:
-            InvalidArgument: an older callback of the same name or line, for the same group, is still alive.
+            InvalidArgument: a callback of the same name or line, for the same group, is alive.
         """
-        if communicator.world_size > 1 and self._has_older():
+        if communicator.world_size > 1 and self._has_double():
             gc.collect()  # one that is only in a reference cycle does not count
-            if self._has_older():
+            if self._has_double():
                 which = f"were made at {self.made_at}" if self.name is None else f"have the name {self.text}"
                 raise InvalidArgument(
                     f"{communicator.label}: two callbacks that {which} are alive, and the ranks could take one for the "
-                    'other: give each its own name, gs.AllreduceCallback(..., name="generator"), or drop the older one '
+                    'other: give each its own name, gs.AllreduceCallback(..., name="generator"), or drop the other one '
                     "(an exception that is kept keeps it alive)"
                 )
-        self._older = WeakSet()
 
-    def _has_older(self) -> bool:
+    def _has_double(self) -> bool:
         own = self._group or world.current
-        return any((each._group or world.current) is own for each in self._older)
+        with _lock:
+            alike = [each for each in _living if each is not self and each.text == self.text]
+        return any((each._group or world.current) is own for each in alike)
 
 
 _living: WeakSet[CallbackIdentity] = WeakSet()

@@ -19,6 +19,7 @@ from gradsync.errors import InvalidArgument, UnsupportedDtype, shown
 from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, check_operation, dtype_name, dtype_of
 
 PLAIN_NAMES = (str, int)  # the types of nearly all names; such a name is its own key
+_ARRAY = object()  # in the keys of arrays
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{5,}")
 
 
@@ -62,12 +63,12 @@ def key_of(param: Any) -> Hashable:
     if isinstance(param, np.generic):  # an element of an array of names: equal names are one parameter
         return key_of(param.item())
     if is_array(param):
-        return ("array", id(param))
+        return (_ARRAY, id(param))
     try:
         hash(param)
     except TypeError:
         raise InvalidArgument(f"a parameter must be a hashable name or an array, got {type(param).__name__}") from None
-    return (type(param), param)  # members of two IntEnum or StrEnum may be equal
+    return param  # type: ignore[no-any-return]  # it is hashable
 
 
 def name_of(param: Any, communicator: Communicator) -> str:

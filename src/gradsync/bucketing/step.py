@@ -307,6 +307,7 @@ class Step:
         its = self._known.get(key)
         if (
             its is None
+            or type(its.param) is not type(param)
             or type(grad) is not np.ndarray
             or its.shape != grad.shape
             or its.dtype is not grad.dtype
@@ -340,7 +341,15 @@ class Step:
             raise InvalidArgument(
                 f"{communicator.label}: {name} is not among the callback's parameters, which are {names}"
             )
-        name = name_of(param, communicator) if its is None else its.name
+        if its is None or type(its.param) is not type(param):
+            name = name_of(param, communicator)
+        else:
+            name = its.name
+        if its is not None and name != its.name:  # True and 1, or members of two IntEnum
+            raise InvalidArgument(
+                f"{communicator.label}: the names {name} and {its.name} are equal in Python, so that results() cannot "
+                "tell them apart: name gradients by text"
+            )
         native = accept(name, grad, communicator, self._options)
         if key in self._grads:
             raise InvalidArgument(
