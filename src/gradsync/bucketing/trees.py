@@ -64,8 +64,6 @@ def flatten(tree: Any, who: str) -> tuple[list[Any], Node | None]:
         structure = _walk(tree, leaves)
     except RecursionError as error:
         raise InvalidArgument(f"{who}: the tree is nested too deeply, or a container contains itself") from error
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{who}: {error}") from None
     return leaves, structure
 
 
@@ -73,11 +71,9 @@ def _walk(tree: Any, leaves: list[Any]) -> Node | None:
     if type(tree) is np.ndarray or (opened := _opened(tree)) is None:
         leaves.append(tree)
         return None
-    keys = tuple(opened[0])
-    if any(key != key for key in keys):  # NaN: no other rank could find its value
-        raise InvalidArgument("a dict has a key that is not equal to itself, such as NaN: use another key")
-    kind = ("dataclass " if dataclasses.is_dataclass(tree) else "") + type(tree).__qualname__
-    return Node(kind, keys, tuple([_walk(child, leaves) for child in opened[0].values()]))
+    children = opened[0]
+    kind = type(tree).__qualname__
+    return Node(kind, tuple(children), tuple([_walk(child, leaves) for child in children.values()]))
 
 
 def unflatten(tree: Any, structure: Node | None, leaves: Iterator[Any]) -> Any:
@@ -89,7 +85,7 @@ def unflatten(tree: Any, structure: Node | None, leaves: Iterator[Any]) -> Any:
     children, copied = opened
     new = {key: unflatten(children[key], part, leaves) for key, part in zip(*structure[1:], strict=True)}
     try:
-        return copied(new)
+        return copied(tree, new)
     except Exception as error:
         raise InvalidArgument(f"gradsync cannot copy this {structure.kind}: {describe(error)}") from error
 
@@ -99,6 +95,10 @@ def nodes_of(structure: Node | None, leaves: Iterator[Any], path: Path = ()) -> 
     yield path, next(leaves) if structure is None else structure
     if structure is not None:
         for key, part in zip(*structure[1:], strict=True):
+            if key != key:  # NaN: no other rank could find its value
+                raise InvalidArgument(
+                    f"{_name(path)} has the key {key!r}, which is not equal to itself: use another key"
+                )
             yield from nodes_of(part, leaves, (*path, key))
 
 
@@ -117,14 +117,14 @@ def _is_array(value: Any) -> bool:
     return exports and not isinstance(value, (np.generic, type))
 
 
-def _opened(tree: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], Any]] | None:
+def _opened(tree: Any) -> tuple[dict[Any, Any], Callable[[Any, dict[Any, Any]], Any]] | None:
     """Returns the content of a container by key, and what makes a copy with other content; None for a leaf."""
     if isinstance(tree, dict):
-        return tree, partial(_refilled, tree)
+        return tree, _refilled
     if isinstance(tree, list):
-        return dict(enumerate(tree)), partial(_refilled, tree)
+        return dict(enumerate(tree)), _refilled
     if isinstance(tree, tuple) and not hasattr(tree, "n_sequence_fields"):  # unlike time.struct_time
-        return dict(zip(getattr(tree, "_fields", range(len(tree))), tree, strict=True)), partial(_new_tuple, tree)
+        return dict(zip(getattr(tree, "_fields", range(len(tree))), tree, strict=True)), _new_tuple
     if tree is None or isinstance(tree, (int, float, complex, str, type)) or _is_array(tree):
         return None
     if "jax" in sys.modules:
@@ -132,14 +132,16 @@ def _opened(tree: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], Any]]
         pairs, treedef = open_node(tree, is_leaf=lambda part: part is not tree)
         if not pairs or pairs[0][0]:  # a leaf has itself, without a path
             content = {str(path[0]).strip(".[]'\""): child for path, child in pairs}
-            return content, lambda new: treedef.unflatten(new.values())
+            return content, lambda _, new: treedef.unflatten(new.values())
     if dataclasses.is_dataclass(tree):
         names = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
-        return {name: getattr(tree, name) for name in names}, partial(_refilled, tree)
+        return {name: getattr(tree, name) for name in names}, _refilled
     return None
 
 
 def _refilled(tree: Any, content: dict[Any, Any]) -> Any:
+    if type(tree) is dict:
+        return content
     new = copy.copy(tree)
     if isinstance(new, list):
         new[:] = content.values()
