@@ -62,8 +62,9 @@ class AllreduceCallback:
         group: the communicator; None means the world communicator at the time of each call.
         backend: the backend that the communicator must have; None or "auto" allows any backend.
         name: the callback's name, the same on all ranks. Without a name the ranks know it by the line that made it,
-            such as "train.py:17". So name each of several callbacks that one line makes, and callbacks that the ranks
-            make at different lines.
+            such as "gan/train.py:17". So name callbacks that the ranks make at different lines, and each of several
+            that one line makes, in a loop or a helper: a second one that looks like one alive is refused at its first
+            use. (Those that live one after the other look alike too, and the ranks must use them in one order.)
         threshold_bytes: the largest bucket of several gradients, in bytes or as text such as "25 MB"; 1 MB is 1024**2
             bytes. A larger gradient has a bucket of its own. None means 10 MB, or 64 MB for `gradient_as_bucket_view`
             on the CPU.
