@@ -6,6 +6,7 @@ count. "kept": the same arrays in each step. "views": the gradients live in the 
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from systems import Step
 Arrays = list[np.ndarray]
 # The arrays of the last step, of any contender: as in a loop, they are there while new ones are made.
 LAST: Arrays = []
+NUMBERS = itertools.count()  # of callbacks: the ranks make them in one order
 
 
 def average(contender: str, gradients: models.Gradients, arrays: str, **options: Any) -> Step:
@@ -46,7 +48,7 @@ def average(contender: str, gradients: models.Gradients, arrays: str, **options:
         if arrays == "views":
             parameters = {str(number): (shape, dtype) for number, (dtype, shape) in enumerate(gradients)}
             options |= {"parameters": parameters, "gradient_as_bucket_view": True}
-        sync = gs.AllreduceCallback("mean", comm, **options)
+        sync = gs.AllreduceCallback("mean", comm, name=f"number {next(NUMBERS)}", **options)
         reduce = partial(_hand_over, sync)
         if arrays == "views":
             buffers = sync.gradient_buffers()

@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import gradsync as gs
 
 Step = Callable[[], Any]  # what is timed; one that returns a float has timed itself: only these seconds count
@@ -93,7 +95,9 @@ def rendezvous_server(world_size: int) -> Iterator[tuple[subprocess.Popen[str], 
 @functools.cache
 def comm() -> gs.Communicator:
     """The communicator of all ranks. It waits as long as somebody else's turn takes."""
-    return gs.init_process_group(collective_timeout_seconds=24 * 3600)
+    made = gs.init_process_group(collective_timeout_seconds=24 * 3600)
+    made.broadcast(np.zeros(1))  # as in a loop: else a callback says that nothing was broadcast
+    return made
 
 
 @functools.cache
