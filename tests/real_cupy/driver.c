@@ -3,8 +3,8 @@
    A module is a compiled image; asking it for a kernel that it has not is an error. Of the launches only these do
    something:
      - kernels that redirect.py has compiled for the host too (those of a cupy.RawModule) run, thread by thread;
-     - CuPy's all() gives True and its sum() 1, whatever they read, so that who reads the result finds no garbage
-       (sum() by runtime.c, where it is CUB's);
+     - CuPy's all() gives True, its sum() and the sum of two such sums 1, whatever they read, so that who reads the
+       result finds no garbage (sum() by runtime.c, where it is CUB's);
      - copies of one such result, as of concatenate().
    CuPy's other kernels (arithmetic, fill, strided copies, conversions) are compiled and launched, but do not run. */
 #define _GNU_SOURCE
@@ -60,6 +60,8 @@ typedef struct { void *data; long size; } Array; /* CuPy's CArray begins so */
 static void answer(const char *kernel, void **arguments) {
     if (!strncmp(kernel, "cupy_all", 8) || !strncmp(kernel, "cupy_cub_all", 12)) *(char *)((Array *)arguments[1])->data = 1;
     if (!strncmp(kernel, "cupy_sum", 8)) *(double *)((Array *)arguments[1])->data = 1.0; /* gradsync sums in float64 only */
+    if (!strncmp(kernel, "cupy_add__float", 15) && strstr(kernel, "_float64_float64") && ((Array *)arguments[2])->size == 1)
+        *(double *)((Array *)arguments[2])->data = 1.0;
     if (!strncmp(kernel, "cupy_copy__", 11) && ((Array *)arguments[0])->size == 1) {
         void *from = ((Array *)arguments[0])->data, *to = ((Array *)arguments[1])->data;
         if (!strcmp(kernel + 11, "bool_bool")) *(char *)to = *(char *)from;
