@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ import gradsync as gs
 from arrays import arrays_of
 from bucketing.reference import in_a_group, step
 from commands import wait_until
+from interrupts import interrupted
 
 SHAPES = dict.fromkeys("abc", ((10,), "float64"))
 MODES = {
@@ -358,3 +359,24 @@ def test_an_array_that_another_callback_has_in_flight_is_refused_or_reduced_by_b
     second.flush()
     assert future is None or future.result() is gradient
     assert gradient.tolist() == [4.0 if future is None else 8.0] * 3
+
+
+@pytest.mark.parametrize("parameters", [None, dict.fromkeys("ab", ((2,), "float64"))], ids=["as they come", "named"])
+def test_after_a_ctrl_c_at_any_point_of_a_step_the_futures_are_done_and_the_next_step_is_right(parameters):
+    with gs.init_process_group("shm", rank=0, world_size=1) as world:
+        number, came = 1, True
+        while came:
+            with world.split(0) as group:
+                sync = gs.AllreduceCallback("sum", group, parameters=parameters)
+                futures = []
+
+                def step(sync=sync, futures=futures):
+                    with sync.backward():
+                        futures.extend(sync(name, np.ones(2)) for name in "ab")
+
+                came = interrupted(step, number, ends=(KeyboardInterrupt, gs.GradsyncError))
+                assert all(future.done() for future in futures), number
+                with suppress(gs.CommunicatorClosed):  # it came within a collective
+                    step()
+                    assert [list(result) for result in sync.results().values()] == [[1.0, 1.0]] * 2, number
+            number += 1

@@ -176,6 +176,7 @@ class Step:
         self._divergence: Divergence | None = None  # with a communicator
         self.unread: UnreadResults | None = None
         self._is_watched = False  # gradients live in buckets, or `unread` is there: no short way for them
+        self._end: CollectiveEnd | None = None  # made with the step's first gradient
         self._begin()
 
     def _begin(self) -> None:
@@ -183,7 +184,6 @@ class Step:
         self._grads: dict[Hashable, Any] = {}  # this step's gradients, where they can be reduced in place
         self._elsewhere: dict[Hashable, _Elsewhere] = {}  # those that cannot
         self._values: dict[Hashable, Any] = {}  # the results that are not in `_grads`
-        self._end: CollectiveEnd | None = None  # made with the step's first gradient
         self._weight = self._weight_of_pass
         self._launched: list[Completion | None] = []  # of the buckets that have been reduced, or launched on a GPU
         self._marks: set[Any] = set()  # on a GPU: of the work that makes the gradients, one for each stream
@@ -404,8 +404,8 @@ class Step:
         if its is None and name in self._keys:
             self._replace(self._keys[name], name, communicator)
         self._plan = None
-        self._keys[name] = key
         self._known[key] = made = known(param, name, native.shape, native.dtype)
+        self._keys[name] = key  # after `_known`: Ctrl-C may come in between
         return made
 
     def _replace(self, key: Hashable, name: str, communicator: Communicator) -> None:
@@ -819,11 +819,10 @@ class Step:
         if self.unread is not None:
             self.unread.end_step(self._results or {})
         if end is not None:
-            self._end = end  # until the futures have heard of it: Ctrl-C may come in between
             try:
                 end.finish(None, error, completion)
             finally:
-                if not end.is_pending:
+                if not end.is_pending:  # else Ctrl-C came in between, and fail() tells the futures
                     self._end = None
 
     def disown(self) -> None:
