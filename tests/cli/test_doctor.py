@@ -37,6 +37,7 @@ def test_shared_memory_works_here(doctor):
     code, found = doctor("--backend", "shm", "--timeout", "60")
     assert (code, found["ready"], found["working"]) == (0, True, ["shm"])
     assert found["trials"]["shm"]["status"] == "ok"
+    assert "local" not in found["trials"]  # one rank alone, which nobody asked for
 
 
 def test_a_person_reads_lines_and_a_verdict(cli):
