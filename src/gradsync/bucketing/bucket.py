@@ -27,7 +27,6 @@ from gradsync.reduction import Array, dtype_of
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
 #: For gradients that live in buckets on the CPU: nothing is packed, and each further bucket costs its barriers.
 VIEWS_ON_CPU_THRESHOLD_BYTES = 64 * 1024**2
-CACHE_LINE_BYTES = 64
 
 _SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMG]?i?B)\s*", re.IGNORECASE)
 _UNITS = {"B": 1, "KB": 1024, "MB": 1024**2, "GB": 1024**3}

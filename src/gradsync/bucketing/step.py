@@ -708,14 +708,15 @@ class Step:
         if options.clip_norm is None and options.nonfinite == "off":
             return
         if self._memory is not None:
-            flats = self._memory.flats
+            reduced = self._memory.flats
         else:
-            flats = [arrays.flat(self._result_of(key)) for bucket in plan.buckets for key in bucket.keys]
+            reduced = [self._result_of(key) for bucket in plan.buckets for key in bucket.keys]
         agreement = self._events.of_norm()
 
         def exchange(numbers: Sequence[int]) -> list[list[int]]:
             return exchange_numbers(communicator, "norm", numbers, agreement)
 
+        flats = [arrays.flat(array) for array in reduced]
         norm = norm_of(flats, communicator.rank, communicator.world_size, arrays, exchange)
         if options.clip_norm is not None:
             self.norm = norm.value
@@ -727,7 +728,7 @@ class Step:
             self.skip_step = True
             self.statistics.skipped_steps += 1
         elif options.clip_norm is not None and (factor := norm.clip_factor(options.clip_norm)) < 1.0:
-            arrays.multiply_in_place([self._result_of(key) for key in self._grads], factor)
+            arrays.multiply_in_place(reduced, factor)
 
     def _nonfinite(self, communicator: Communicator) -> NonFiniteGradient:
         """Returns the error that names the gradients with NaN or infinity in their results."""
