@@ -1,10 +1,8 @@
-"""Futures of collectives and of gradients, and CollectiveEnd, the object for which these futures wait.
+"""Futures of collectives and of gradients, and Work, for which they wait.
 
-A CollectiveEnd belongs to one collective, or to one step of a callback, and gets its result or error. An asynchronous
-collective has one future. Each gradient of a step has its own future, but they share the step's CollectiveEnd, so that
-gradsync finishes one object for a step of ten thousand gradients, not ten thousand objects. A Completion belongs to
-what was launched on a GPU: threads and streams can wait for it until the GPU has run it. What runs on the CPU has no
-Completion, because it has ended when the call of the backend returns.
+A Work is what was begun: a collective on a GPU, a message to another rank, a step of a callback. What runs on the CPU
+has ended when the call of the backend returns; its Work is DONE. A future is a Work and a value. All gradients of a
+step share one Work, so that gradsync ends one object for a step of ten thousand gradients, not ten thousand objects.
 """
 
 from __future__ import annotations
@@ -15,283 +13,235 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
 from gradsync.arguments import check_seconds
-from gradsync.errors import CollectiveTimeout, FutureNotReady, GradsyncError, InvalidArgument, caller
+from gradsync.errors import CollectiveTimeout, CommunicatorClosed, FutureNotReady, GradsyncError, InvalidArgument, caller
 from gradsync.machine import Latch
 
 if TYPE_CHECKING:
     from typing import Self
 
-
-class Completion(Protocol):
-    """Lets threads and streams wait for one collective on a GPU; order() and wait() raise the collective's error."""
-
-    @property
-    def has_host_results(self) -> bool:
-        """Whether the collective has results in host memory, for which order() waits."""
-
-    def done(self) -> bool:
-        """Whether the collective has ended or failed; never waits for the device."""
-
-    def order(self, stream: Any = None) -> None:
-        """Makes a stream wait for the collective. The host waits only for results in host memory.
-
-        Args:
-            stream: a CUDA stream; None means the current stream.
-        """
-
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        """Blocks the host until the collective has ended.
-
-        Args:
-            timeout_seconds: the deadline of this wait only; None means the collective's own deadline.
-
-        Raises:
-            CollectiveTimeout: the wait reached its deadline.
-            NcclError, RankFailed, ...: the collective failed with this error.
-        """
-
-    def when_done(self, function: Callable[[], None]) -> None:
-        """Calls function() on a gradsync thread when the collective ends, or immediately if it has ended already."""
-
-
 _log = logging.getLogger("gradsync")
 
-#: The reasons why a collective cannot begin immediately, for all threads. The dict contains the submitted jobs that
-#: have not ended, in order; the running done-callbacks; and the error of a done-callback that called a collective:
-#: gradsync will raise this error again. `pending` is a variable, because every collective checks whether the dict is
-#: empty, and a function call would take too long.
-pending: dict[object, Any] = {}
-_REFUSED = "error of a done-callback"
-# One lock for all CollectiveEnds: threads hold it only for a few assignments, and a step may make hundreds of ends.
-_lock = threading.Lock()
+
+# -- Done-callbacks ---------------------------------------------------------------------------------------------------
 
 
-class _ThreadState(threading.local):
-    """The data that gradsync keeps for each thread.
+class _ThisThread(threading.local):
+    """How many done-callbacks the thread is in."""
 
-    Attributes:
-        is_in_callback: whether the thread is running a done-callback.
-    """
-
-    is_in_callback = False
+    callbacks = 0
 
 
-_thread_state = _ThreadState()
+_this_thread = _ThisThread()
 
 
-def check_may_call(label: str, what: str) -> None:
-    """Raises an error if a done-callback calls a collective, because ranks would run collectives in different orders.
-
-    Call this function only if `pending` is not empty.
+def refuse_in_callback(label: str, what: str) -> None:
+    """Raises InvalidArgument in a done-callback: the ranks would run the collective `what` in different orders.
 
     Args:
-        label: the name of this rank in errors, such as "rank 0/2".
+        label: this rank's name in errors, such as "rank 0/2".
         what: the collective's name.
-
-    Raises:
-        InvalidArgument: the calling thread is running a done-callback; or an earlier done-callback called a collective,
-            and this function now raises the error of that call again.
     """
-    if _thread_state.is_in_callback:
+    if _this_thread.callbacks:
         place = caller()
-        error = InvalidArgument(
+        raise InvalidArgument(
             f"{label}: {what} in a done-callback{'' if place is None else f', at {place}'}: done-callbacks must not "
             "call collectives, because ranks would run them in different orders; call the collective after flush() or "
             "result() has returned"
         )
-        pending.setdefault(_REFUSED, error)
-        raise error
-    raise_refused()
 
 
 def is_in_callback() -> bool:
-    """Returns whether the calling thread is running a done-callback."""
-    return _thread_state.is_in_callback
+    """Whether the calling thread is running a done-callback."""
+    return _this_thread.callbacks > 0
 
 
-def raise_refused() -> None:
-    """Raises again the error of a done-callback that called a collective: only the done-callback got it before.
-
-    A second call does not raise the error again, and a call within a done-callback raises nothing.
-
-    Raises:
-        InvalidArgument: a done-callback called a collective.
-    """
-    if not _thread_state.is_in_callback:
-        error = pending.pop(_REFUSED, None)
-        if error is not None:
-            raise _again(error).with_traceback(None) from error
+def run_callback(function: Callable[[Any], None], future: CollectiveFuture) -> None:
+    """Calls a done-callback; logs what it raises, except SystemExit and Ctrl-C."""
+    _this_thread.callbacks += 1
+    try:
+        function(future)
+    except Exception:
+        _log.exception("a done-callback of %s raised", future.name)
+    finally:
+        _this_thread.callbacks -= 1
 
 
-class LogEntry(Protocol):
-    """The log entry of an error, which gradsync writes only if the program does not get the error from a future."""
-
-    def forget(self) -> None:
-        """Drops the log entry, because the program has received the error from a future."""
+# -- What futures wait for --------------------------------------------------------------------------------------------
 
 
-class CollectiveEnd:
-    """The object for which the futures of a collective wait; it holds the collective's result or error.
+class Work:
+    """What was begun and may not have ended. This class itself is for what has ended without an error."""
+
+    #: Whether the work has ended without an error, so that nobody need wait.
+    is_done: bool = True
+
+    def done(self) -> bool:
+        """Whether the work has ended or failed; never waits."""
+        return True
+
+    def order(self, name: str = "", stream: Any = None, timeout_seconds: float | None = None) -> None:
+        """Waits until the work has ended; on a GPU until it was launched: a stream then waits for its end.
+
+        Args:
+            name: what the future is called in errors.
+            stream: a CUDA stream; None means the current stream. Ignored on the CPU.
+            timeout_seconds: how long the host waits; None means until the work's own deadline.
+
+        Raises:
+            CollectiveTimeout: the wait reached its deadline; the work goes on.
+            FutureNotReady: the wait might never end: the caller is a done-callback, or has to end the work itself.
+            PlanMismatch, RankFailed, ...: the work failed with this error.
+        """
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Makes the host wait until the work has ended, also on a GPU. Raises the errors of `order`."""
+        self.order(timeout_seconds=timeout_seconds)
+
+    def when_done(self, function: Callable[[], None]) -> None:
+        """Calls function() when the work has ended: at once if it has, else in the thread that finds its end."""
+        function()
+
+
+DONE = Work()
+
+
+class Failed(Work):
+    """Work that has ended with an error."""
+
+    is_done = False
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def order(self, name: str = "", stream: Any = None, timeout_seconds: float | None = None) -> None:
+        """See Work."""
+        raise again(self.error)
+
+
+# One lock for all that is pending: threads hold it for a few assignments, and a step may make hundreds of them.
+_lock = threading.Lock()
+
+
+class Pending(Work):
+    """Work whose owner ends it with finish(): a step of a callback.
 
     Args:
-        timeout_seconds: how long a future waits for a collective that has not begun, if the program passes no timeout;
-            None means no limit. A collective that has begun has its own deadline.
+        timeout_seconds: how long other threads wait for work that has not begun; None means no limit. Work that has
+            begun has a deadline of its own.
 
     Attributes:
-        timeout_seconds: see Args.
-        value: the collective's result.
-        completion: the Completion of a collective that was launched on a GPU; otherwise None.
-        has_result: whether the collective has succeeded without a Completion, so that a future need not wait.
-        has_begun: whether the collective, or the flush of the step, has begun, so that its own deadline applies.
+        has_begun: whether the work has begun, so that its own deadline applies.
     """
-
-    __slots__ = (
-        "_callbacks",
-        "_error",
-        "_launched",
-        "_log_entry",
-        "_made_by",
-        "completion",
-        "has_begun",
-        "has_result",
-        "timeout_seconds",
-        "value",
-    )
 
     def __init__(self, timeout_seconds: float | None = None) -> None:
         self.timeout_seconds = timeout_seconds
-        self._made_by = threading.get_ident()
-        self.value: Any = None
-        self.completion: Completion | None = None
-        self.has_result = False
         self.has_begun = False
+        self.is_done = False
+        self._made_by = threading.get_ident()
+        self._rest: Work = DONE  # what the GPU still has to do
         self._error: BaseException | None = None
-        self._log_entry: LogEntry | None = None
-        self._launched: Latch | None = None  # made by the first thread that waits for the launch
-        self._callbacks: list[Callable[[], None]] | None = []  # None once the collective is launched or has failed
+        self._ended: Latch | None = None  # made by the first thread that waits
+        self._callbacks: list[Callable[[], None]] | None = []  # None after finish()
 
     @property
     def is_pending(self) -> bool:
-        """Whether the collective has neither been launched nor failed."""
+        """Whether finish() is still to come."""
         return self._callbacks is not None
 
-    def is_over(self) -> bool:
-        """Whether the collective has ended or failed; never blocks."""
-        return self._callbacks is None and (self.completion is None or self.completion.done())
-
-    def is_of_caller(self) -> bool:
-        """Returns whether the calling thread made this CollectiveEnd; only that thread can flush its step."""
-        return threading.get_ident() == self._made_by
-
-    def await_launch(self, seconds: float | None) -> bool:
-        """Waits until the collective is launched or has failed; returns False if the wait exceeds `seconds`."""
-        with _lock:
-            if self._callbacks is None:
-                return True
-            self._launched = launched = self._launched or Latch()
-        return launched.wait(seconds)
-
-    def add_callback(self, function: Callable[[Any], None], future: Any) -> None:
-        """Calls function(future) when the collective is over, or immediately if the collective is over already."""
-        call = partial(_run, function, future)
-        with _lock:
-            if self._callbacks is not None:
-                self._callbacks.append(call)
-                return
-        self._run_when_over(call)
-
-    def finish(
-        self,
-        value: Any,
-        error: BaseException | None,
-        completion: Completion | None = None,
-        log_entry: LogEntry | None = None,
-    ) -> None:
-        """Stores the collective's result, error or Completion, wakes the waiting threads, and runs the done-callbacks.
-
-        The done-callbacks of a Completion run when the GPU has run the collective. A later call of finish() only drops
-        its log entry.
+    def finish(self, error: BaseException | None, rest: Work = DONE) -> None:
+        """Ends the work, wakes the threads that wait, and runs the done-callbacks. A second call does nothing.
 
         Args:
-            value: the collective's result.
-            error: the collective's error, or None.
-            completion: the Completion of a collective that was launched on a GPU; otherwise None.
-            log_entry: the log entry of the error, or None. Once the program reads the error from a future, gradsync
-                drops this entry.
+            error: why it failed, or None.
+            rest: what a GPU still has to do. The work is done when that is.
         """
         with _lock:
             callbacks = self._callbacks
             if callbacks is None:
-                if log_entry is not None:
-                    log_entry.forget()
                 return
-            self.value, self._error, self.completion, self._log_entry = value, error, completion, log_entry
-            self._callbacks = None
-            self.has_result = error is None and completion is None
-        if self._launched is not None:
-            self._launched.set()
+            self._error, self._rest, self._callbacks = error, rest, None
+            self.is_done = error is None and rest.is_done
+        if self._ended is not None:
+            self._ended.set()
         leaving: BaseException | None = None
         for call in callbacks:
             try:
-                self._run_when_over(call)
+                rest.when_done(call)
             except BaseException as left:  # SystemExit or Ctrl-C must not skip the other callbacks
                 leaving = leaving or left
         if leaving is not None:
             raise leaving
 
     def disown(self, error: BaseException) -> None:
-        """Makes the collective fail in a forked child, where no thread would complete it; calls no callbacks."""
+        """Fails the work in a forked child, where nobody would end it; calls no callbacks."""
         if self._callbacks is not None:
-            self._error = error
-            self._callbacks = None
+            self._error, self._callbacks = error, None
 
-    def failure(self) -> BaseException | None:
-        """Returns the error of a collective that is over; None if the collective succeeded."""
-        if self._error is None and self.completion is not None:
-            try:
-                self.completion.wait()  # returns or raises immediately, because the collective is over
-            except GradsyncError as error:
-                return error
-        return self._error
+    def done(self) -> bool:
+        """See Work."""
+        return self._callbacks is None and (self._error is not None or self._rest.done())
 
-    def take_failure(self) -> BaseException | None:
-        """Returns failure() to a future, and drops the log entry, because the program now receives the error."""
-        if self._log_entry is not None:
-            self._log_entry.forget()
-        return self.failure()
+    def order(self, name: str = "", stream: Any = None, timeout_seconds: float | None = None) -> None:
+        """See Work."""
+        self._await_end(name, timeout_seconds)
+        self._rest.order(name, stream)
 
-    def raise_error(self) -> None:
-        """Raises the error of a collective on the CPU, or of a launch on a GPU, if there is one; does not wait."""
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """See Work."""
+        self._await_end("", timeout_seconds)
+        self._rest.wait(timeout_seconds)
+
+    def when_done(self, function: Callable[[], None]) -> None:
+        """See Work."""
+        with _lock:
+            if self._callbacks is not None:
+                self._callbacks.append(function)
+                return
+        self._rest.when_done(function)
+
+    def _await_end(self, name: str, timeout_seconds: float | None) -> None:
+        if self._callbacks is not None:
+            refuse_wait_in_callback(name)
+            if threading.get_ident() == self._made_by:
+                raise FutureNotReady(
+                    f"{name} is not ready: call flush(), or leave the `with callback.backward()` block, before you "
+                    "read the future"
+                )
+            seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+            ended = self._await(seconds)
+            if not ended and timeout_seconds is None and self.has_begun:
+                ended = self._await(None)  # to get the work's own error, which names the missing ranks
+            if not ended:
+                raise CollectiveTimeout(
+                    f"{name} was not reduced within {seconds:g} s: it waits for the flush() of the thread that hands "
+                    "over gradients"
+                )
         if self._error is not None:
-            if self._log_entry is not None:
-                self._log_entry.forget()
-            raise _again(self._error)
+            raise again(self._error)
 
-    def _run_when_over(self, call: Callable[[], None]) -> None:
-        if self.completion is None:
-            call()
-        else:
-            self.completion.when_done(call)
-
-
-def _run(function: Callable[[Any], None], future: Any) -> None:
-    was_in_callback, mark = _thread_state.is_in_callback, object()
-    pending[mark], _thread_state.is_in_callback = None, True
-    try:
-        function(future)
-    except Exception:
-        _log.exception("a done-callback of %s raised", future.name)
-    finally:
-        _thread_state.is_in_callback = was_in_callback
-        pending.pop(mark, None)
+    def _await(self, seconds: float | None) -> bool:
+        with _lock:
+            if self._callbacks is None:
+                return True
+            self._ended = ended = self._ended or Latch()
+        return ended.wait(seconds)
 
 
-def _again(error: BaseException) -> BaseException:
+def refuse_wait_in_callback(name: str) -> None:
+    """Raises FutureNotReady in a done-callback, which work may wait for that it waits for."""
+    if _this_thread.callbacks:
+        raise FutureNotReady(
+            f"{name} is not ready: a done-callback cannot wait for a collective, because the collective may end only "
+            "after the callback has returned; wait outside of done-callbacks"
+        )
+
+
+def again(error: BaseException) -> BaseException:
     """Returns a copy of an error: raising the same object again would add frames to its traceback."""
     try:
         fresh = copy.copy(error)
@@ -307,35 +257,34 @@ def _again(error: BaseException) -> BaseException:
 def _begin_anew_after_fork() -> None:
     global _lock
     _lock = threading.Lock()  # a thread of the parent may have held the old lock
-    _thread_state.is_in_callback = False
+    _this_thread.callbacks = 0
 
 
 os.register_at_fork(after_in_child=_begin_anew_after_fork)
 
 
-class CollectiveFuture:
-    """The future of an asynchronous collective: it gives the collective's result.
+# -- Futures ----------------------------------------------------------------------------------------------------------
 
-    Until the future is done, the arrays of the collective belong to gradsync: do not write to them, and do not read the
-    arrays that receive results. On a GPU the future has its value as soon as the collective is launched; result() then
-    makes the current stream, not the host, wait for the collective. A future cannot be cancelled, because other ranks
-    take part in its collective.
+
+class CollectiveFuture:
+    """The future of a collective that `communicator.asynchronous` has begun: it gives the collective's result.
+
+    Until it is done, the arrays of the collective belong to gradsync: do not write to them, and do not read those that
+    receive results. On a GPU result() makes the current stream, not the host, wait for the collective. A future cannot
+    be cancelled, because other ranks take part in its collective.
 
     Args:
         name: the collective's name in errors.
-        end: the CollectiveEnd of the collective.
+        work: what was begun.
+        value: the result.
     """
 
-    __slots__ = ("_end", "_name")
+    __slots__ = ("_name", "_value", "_work")
 
-    _PENDING: ClassVar[str] = "the collective has not ended yet"
-    _LATE: ClassVar[str] = (
-        "did not end within {:g} s; the collective continues: call result() again, or use a longer timeout"
-    )
-
-    def __init__(self, name: str, end: CollectiveEnd) -> None:
+    def __init__(self, name: str, work: Work, value: Any) -> None:
         self._name = name
-        self._end = end
+        self._work = work
+        self._value = value
 
     @property
     def name(self) -> str:
@@ -343,60 +292,62 @@ class CollectiveFuture:
         return self._name
 
     def done(self) -> bool:
-        """Whether the collective has ended or failed; never blocks."""
-        return self._end.is_over()
+        """Whether the collective has ended or failed; never blocks. A message that has not ended moves on."""
+        return self._work.done()
 
     def result(self, timeout: float | None = None) -> Any:
-        """Returns the result of the collective, and waits for it if necessary.
+        """Returns the result, and waits for it if necessary.
 
-        On a GPU the host waits until the collective is launched, and until results in host memory are complete. The
-        current stream, not the host, waits for the end of the collective, so that later work on this stream uses the
-        result.
+        On the CPU collectives have run before you get the future. A message (send, recv, exchange) has not: result()
+        moves it on, and all other messages of the communicator too, until it has ended. On a GPU the host waits until
+        the collective is launched, and for results in host memory; the current stream waits for its end.
 
         Args:
-            timeout: how many seconds the host waits. On the CPU, the host waits until the collective has ended; on a
-                GPU, until the collective is launched. None means until the collective's own deadline. The timeout does
-                not limit the wait for results in host memory.
+            timeout: how many seconds the host waits for a message, or for the launch. None means until the
+                collective's own deadline.
 
         Raises:
             FutureNotReady: the wait might never end, because the caller is a done-callback, or because only the calling
                 thread can flush the gradient's step.
             CollectiveTimeout: the wait reached its deadline; the collective continues.
-            InvalidArgument: the timeout is not a number of seconds; or a done-callback called a collective, and no call
-                outside of done-callbacks has raised the error since.
+            InvalidArgument: the timeout is not a number of seconds.
             PlanMismatch, RankFailed, ...: the collective failed with this error.
         """
-        self._wait(None, timeout)
-        return self._end.value
+        self._order(None, timeout)
+        return self._value
 
     def wait(self, stream: Any = None, *, timeout: float | None = None) -> None:
         """Waits and raises errors like result(), but returns nothing.
 
         Args:
-            stream: the CUDA stream that waits; None means the current stream. On the CPU, gradsync ignores `stream`.
-            timeout: the timeout, see result().
+            stream: the CUDA stream that waits; None means the current stream. Ignored on the CPU.
+            timeout: see result().
 
         Raises:
             FutureNotReady, CollectiveTimeout, InvalidArgument, PlanMismatch, RankFailed, ...: see result().
         """
-        self._wait(stream, timeout)
+        self._order(stream, timeout)
 
     def exception(self) -> BaseException | None:
         """Returns the collective's error, or None if it succeeded; raises FutureNotReady before the collective ends."""
         if not self.done():
             raise self._not_ready("exception()")
-        return self._end.take_failure()
+        try:
+            self._work.wait()  # returns or raises at once
+        except (GradsyncError, KeyboardInterrupt, SystemExit) as error:
+            return error
+        except Exception as error:
+            return error
+        return None
 
     def add_done_callback(self, function: Callable[[Self], None]) -> None:
         """Calls function(self) when the future is done.
 
-        If the future is done already, add_done_callback() calls the function immediately, in the calling thread.
-        Otherwise the thread that completes the future calls the function: on the CPU the thread that ran the
-        collective, on a GPU one of the communicator's threads. gradsync logs the exceptions of the function, and raises
-        only SystemExit and KeyboardInterrupt. The function must not call collectives on any backend, and
-        must not hand over gradients. A collective or hand-over within the function raises InvalidArgument, and this
-        rank's next flush(), result() or collective raises this error again. If the host would have to wait for a future
-        within the function, the call that needs the future raises FutureNotReady.
+        A future that is done calls it at once, in the calling thread. Otherwise the thread calls it that finds the end:
+        on the CPU one that waits in a call of this communicator, on a GPU one of gradsync's. gradsync logs what the
+        function raises, and raises only SystemExit and KeyboardInterrupt. The function must not call collectives, hand
+        over gradients, or wait for a future that is not done: these calls raise InvalidArgument or FutureNotReady
+        there.
 
         Args:
             function: the function to call. gradsync passes this future to the function.
@@ -409,59 +360,52 @@ class CollectiveFuture:
             raise InvalidArgument(
                 f"{self.name}: add_done_callback needs a function that takes the future as its argument, got {given}"
             )
-        self._end.add_callback(function, self)
+        self._work.when_done(partial(run_callback, function, self))
 
     def __repr__(self) -> str:
-        if not self._end.is_over():
+        if not self.done():
             state = "pending"
         else:
-            error = self._end.failure()
+            error = self.exception()
             state = "ready" if error is None else f"failed with {type(error).__name__}"
         return f"<{type(self).__name__} of {self.name}: {state}>"
 
     def __reduce__(self) -> NoReturn:
-        # No thread would complete a copy of the future in another process.
+        # Nobody would complete a copy of the future in another process.
         raise TypeError(f"the future of {self.name} cannot be pickled or copied: pass its .result()")
 
-    def _wait(self, stream: Any, timeout: float | None) -> None:
-        end = self._launched(timeout)
-        end.raise_error()
-        if end.completion is not None:
-            end.completion.order(stream)
-
-    def _launched(self, timeout: float | None) -> CollectiveEnd:
-        """Waits until the collective is launched or has failed, and returns its CollectiveEnd."""
+    def _order(self, stream: Any, timeout: float | None) -> None:
         if timeout is not None:  # checked even if no wait is needed, so that a wrong value always raises
             check_seconds(f"the wait for {self.name}", "timeout", timeout)
-        if pending:
-            raise_refused()
-        end = self._end
-        if end.is_pending:
-            self._await_launch(timeout)
-        if end.completion is not None and end.completion.has_host_results:
-            self._check_may_wait(end.completion)
-        return end
+        self._work.order(self.name, stream, timeout)
 
-    def _check_may_wait(self, completion: Completion | None) -> None:
-        """Raises FutureNotReady if a done-callback would wait for a collective that may need the callback's thread."""
-        if _thread_state.is_in_callback and (completion is None or not completion.done()):
-            raise FutureNotReady(
-                f"{self.name} is not ready: a done-callback cannot wait for a collective, because the collective may "
-                "end only after the callback has returned; wait outside of done-callbacks"
-            )
-
-    def _await_launch(self, timeout: float | None) -> None:
-        self._check_may_wait(None)
-        end = self._end
-        seconds = end.timeout_seconds if timeout is None else timeout
-        is_launched = end.await_launch(seconds)
-        if not is_launched and timeout is None and end.has_begun:
-            is_launched = end.await_launch(None)  # to get the collective's own error, which names the missing ranks
-        if not is_launched:
-            raise CollectiveTimeout(f"{self.name} {self._LATE.format(seconds)}")
+    _PENDING: ClassVar[str] = "the collective has not ended yet"
 
     def _not_ready(self, what: str) -> FutureNotReady:
         return FutureNotReady(f"{what} of {self.name} is not ready: {self._PENDING}")
+
+
+class FailedFuture(CollectiveFuture):
+    """The future of a collective that has failed. An error that nobody reads is logged."""
+
+    __slots__ = ("_was_read",)
+
+    def __init__(self, name: str, error: BaseException) -> None:
+        super().__init__(name, Failed(error), None)
+        self._was_read = isinstance(error, CommunicatorClosed)  # what ended the communicator has been reported
+
+    def _order(self, stream: Any, timeout: float | None) -> None:
+        self._was_read = True
+        super()._order(stream, timeout)
+
+    def exception(self) -> BaseException | None:
+        """See CollectiveFuture."""
+        self._was_read = True
+        return super().exception()
+
+    def __del__(self) -> None:
+        if not self._was_read:
+            _log.error("%s failed, and the program has not read its future: %s", self.name, self.exception())
 
 
 class GradientFuture(CollectiveFuture):
@@ -476,26 +420,11 @@ class GradientFuture(CollectiveFuture):
     current stream, not the host, wait for the reduction. If the step failed, result() and wait() raise its error, and
     exception() returns it: GradientCancelled if the backward pass ended with an exception, or the process group ended,
     before the flush.
-
-    Args:
-        name: the gradient's name, the same on all ranks.
-        end: the CollectiveEnd of the step.
-        value: the array that result() returns.
     """
 
-    __slots__ = ("_value",)
+    __slots__ = ()
 
     _PENDING: ClassVar[str] = "its step has not been flushed yet"
-    _LATE: ClassVar[str] = (
-        "was not reduced within {:g} s: it waits for the flush() of the thread that hands over gradients"
-    )
-
-    # gradsync makes up to ten thousand of these futures in a step, so __init__ only stores its arguments. The property
-    # `name` makes the name when it is needed.
-    def __init__(self, name: str, end: CollectiveEnd, value: Any) -> None:
-        self._name = name
-        self._end = end
-        self._value = value
 
     @property
     def name(self) -> str:
@@ -504,9 +433,8 @@ class GradientFuture(CollectiveFuture):
 
     def result(self, timeout: float | None = None) -> Any:
         """See CollectiveFuture.result(); returns the reduced gradient."""
-        end = self._end
-        if pending or timeout is not None or not end.has_result:
-            self._wait(None, timeout)
+        if timeout is not None or not self._work.is_done:
+            self._order(None, timeout)
         return self._value
 
     @property
@@ -532,13 +460,9 @@ class GradientFuture(CollectiveFuture):
             PlanMismatch, RankFailed, ...: the reduction failed with this error.
         """
         value = self._ready_value("numpy()")
-        completion = self._end.completion
-        if completion is not None:
-            self._check_may_wait(completion)
-            completion.order()
+        self._work.order(self.name)
         in_host_memory = value.get() if hasattr(value, "get") else value
-        if completion is not None:
-            completion.wait()  # raises if the reduction was aborted
+        self._work.wait()  # raises if the reduction was aborted
         return in_host_memory
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -546,15 +470,8 @@ class GradientFuture(CollectiveFuture):
         return np.array(self.numpy(), dtype, copy=copy)
 
     def _ready_value(self, what: str) -> Any:
-        if self._end.is_pending:
+        if getattr(self._work, "is_pending", False):
             raise self._not_ready(what)
-        self._end.raise_error()
+        if not self._work.is_done:
+            self._work.order(self.name)
         return self._value
-
-    def _await_launch(self, timeout: float | None) -> None:
-        if self._end.is_of_caller() and not _thread_state.is_in_callback:
-            raise FutureNotReady(
-                f"{self.name} is not ready: call flush(), or leave the `with callback.backward()` block, before you "
-                "read the future"
-            )
-        super()._await_launch(timeout)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradsync.errors import Caller, PlanMismatch, caller, name_ranks, size_text
+from gradsync.errors import PlanMismatch, caller, name_ranks, size_text
 
 try:
     from _blake2 import blake2b  # hashlib's implementation, without OpenSSL, which takes 4 ms to load
@@ -37,14 +37,8 @@ Shape = tuple[int | str, ...]
 
 
 class _OnBehalf(threading.local):
-    """The origin of the collective that a thread of gradsync runs for another thread.
+    """The identifier of the thread for which a thread of gradsync compares a message."""
 
-    Attributes:
-        submitted_at: the line of the program that has submitted the collective.
-        thread: the identifier of the thread that called the collective.
-    """
-
-    submitted_at: Caller | None = None
     thread: int | None = None
 
 
@@ -54,11 +48,9 @@ on_behalf = _OnBehalf()
 def find_call_site() -> str:
     """Returns the line of the user's program that called the current collective, e.g. "at train.py:41 in step".
 
-    For an asynchronous collective the text is "submitted at train.py:41 in step". The text is "" if the line is not
-    known. Call this function only before the collective returns, because the function reads the line from the stack.
+    The text is "" if the line is not known. Call this function only before the collective returns, because it reads
+    the line from the stack.
     """
-    if on_behalf.submitted_at is not None:
-        return f"submitted at {on_behalf.submitted_at}"
     found = caller(on_behalf.thread)
     return "" if found is None else f"at {found}"
 
@@ -129,12 +121,15 @@ class Agreement(NamedTuple):
             function must not hold a reference to an array. If `summarise` is None, `headline` of the Description is
             used instead.
         is_message: whether the event is a message between two ranks. Messages are not counted as collectives.
+        layout: how the elements of the arrays lie in memory: 0 for C order, else a number that stands for the layout of
+            all arrays. Ranks with different layouts can run the event only with copies in C order.
     """
 
     digest: int
     describe: Callable[[], Description]
     summarise: Callable[[], str] | None = None
     is_message: bool = False
+    layout: int = 0
 
     def headline(self) -> str:
         """Returns the event in one line, for the flight recorder."""
@@ -143,6 +138,10 @@ class Agreement(NamedTuple):
     def described(self) -> Description:
         """Returns the description that this rank sends to the other ranks. Call it while the event runs."""
         return self.describe()._replace(call_site=find_call_site())
+
+
+class LayoutsDiffer(Exception):
+    """The ranks agree on a collective, but their arrays lie differently in memory. All ranks raise it."""
 
 
 def digest_of(*parts: object) -> int:

@@ -1,8 +1,14 @@
-"""The interface of a backend: the methods that move bytes between the ranks of one communicator.
+"""The interface of a backend: ten methods, which move bytes between the ranks of one communicator.
 
-A `Communicator` checks all arguments before it calls its Backend, so a backend can rely on the preconditions given
-here. The collectives get flat arrays: 1-D, contiguous and on the backend's device. Collectives that do no arithmetic
-get their arrays as bytes (uint8). docs/architecture.md shows how to write a backend.
+A `Communicator` checks all arguments before it calls its Backend, so a backend can rely on what is said here. Arrays
+are flat: 1-D, contiguous and on the backend's device. Collectives that do no arithmetic get them as bytes (uint8).
+docs/architecture.md shows how to write a backend.
+
+The collectives take an Agreement. Before a target changes, they compare its digest and its layout between the ranks. If
+the digests differ, they raise PlanMismatch on every rank (`exchange_mismatch` in failures.py); if only the layouts
+differ, LayoutsDiffer (agreement.py). Every other failure ends the communicator, and the values of the targets are then
+undefined. Each wait checks for failures and has a deadline (`FailureMonitor` in failures.py), and moves on all messages
+that have been started.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,46 +25,84 @@ from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.diagnostics import FlightRecorder
-from gradsync.errors import GradsyncError, InvalidArgument, shown
-from gradsync.futures import Completion
+from gradsync.errors import InvalidArgument, shown
+from gradsync.futures import Work
 from gradsync.reduction import Array, ReduceOp
 
 if TYPE_CHECKING:
-    from gradsync.communicators.lifetime import Lifetime
     from gradsync.rendezvous.client import RendezvousClient
 
 Shape = tuple[int, ...]
 #: The bounds of the ranks' parts in a flat array: rank r has the elements [bounds[r], bounds[r + 1]).
 Bounds = Sequence[int]
 
-_INLINE = nullcontext()  # on the CPU the caller's thread runs the collective
+
+class Launch(Work):
+    """The run of one collective. This class is for the CPU, where it has ended when the backend's method returns."""
+
+    #: Whether there are results in host memory that the GPU has yet to write; the host then waits for them.
+    has_host_results = False
+
+    def keep(self, *arrays: Array) -> None:
+        """Holds references to arrays until the work has ended, so that their memory is not used again."""
+
+    def write_back(self, flat: Array, native: Array) -> None:
+        """Copies the elements of `flat` to `native`, unless it is a view of it; on a GPU as part of this work."""
+        ArrayKind().write_back(flat, native)
 
 
-class Message(NamedTuple):
-    """One array to send to or receive from another rank.
+ON_CPU = Launch()
+_INLINE = nullcontext(ON_CPU)
+
+
+class Message:
+    """One array that this rank sends to, or receives from, another rank.
 
     Attributes:
-        peer: the other rank's number in this communicator.
+        peer: the other rank's number in the communicator.
         flat: the uint8 array that is sent, or that receives the message.
-        agreement: the message's shape and dtype, which both ranks must agree on.
+        agreement: the sender, the receiver, the shape and the dtype, which both must agree on.
+        target: the array that a received message belongs to, where `flat` is not a view of it; else None.
+        mark: on a GPU, of the work that must end before the array is read or written; see Backend.mark_work.
+        is_over: whether the message has ended; on a GPU, whether it was launched.
+        error: why it failed; None if it did not.
+        work: on a GPU, what was launched.
     """
 
-    peer: int
-    flat: Array
-    agreement: Agreement
+    __slots__ = ("_when_over", "agreement", "error", "flat", "is_over", "mark", "peer", "target", "work")
 
+    def __init__(
+        self, peer: int, flat: Array, agreement: Agreement, target: Array | None = None, mark: Any = None
+    ) -> None:
+        self.peer = peer
+        self.flat = flat
+        self.agreement = agreement
+        self.target = target
+        self.mark = mark
+        self.is_over = False
+        self.error: BaseException | None = None
+        self.work = ON_CPU
+        self._when_over: list[Callable[[], None]] = []
 
-#: A plan: run(source, target, agreement) runs a collective on two C-contiguous arrays of any shape. Source and target
-#: may be one array or overlap in any way: the result is the same as for arrays that do not overlap.
-Run = Callable[[Array, Array, Agreement], None]
+    def end(self, error: BaseException | None = None, work: Launch = ON_CPU) -> None:
+        """Ends the message. Only its backend calls this, on a GPU within `launching`."""
+        if error is None and self.target is not None:
+            work.write_back(self.flat, self.target)
+        self.error, self.work, self.is_over = error, work, True
+        calls, self._when_over = self._when_over, []
+        for call in calls:
+            work.when_done(call)
+
+    def when_over(self, function: Callable[[], None]) -> None:
+        """Calls function() when the message has ended, on a GPU when the GPU has moved it."""
+        if self.is_over:
+            self.work.when_done(function)
+        else:
+            self._when_over.append(function)
 
 
 class Backend(ABC):
     """Moves bytes between the ranks of one communicator.
-
-    A collective that takes an agreement must compare the agreement's digest between the ranks before it moves any data.
-    If the digests differ, the collective must raise PlanMismatch on every rank. Every other failure ends the
-    communicator, and the values of the target arrays are then undefined.
 
     Args:
         client: this rank's rendezvous client, whose members are the communicator's ranks; None for a world of one rank.
@@ -69,21 +113,20 @@ class Backend(ABC):
         name: the backend's name: "shm", "nccl", ...
         device: the device of the backend's arrays: "cpu", or a CUDA device such as "cuda:0".
         arrays: the functions for the backend's arrays: an ArrayKind for NumPy, DeviceArrays for CuPy.
-        runs_beside_host: whether collectives run on a GPU. On a GPU, a method launches a collective, and does not wait
-            until the GPU has run it. share_numbers is an exception.
-        begins_with_barrier: whether a new communicator runs a barrier as its first collective.
+        on_gpu: whether collectives run on a GPU, beside the host. A method then launches, and does not wait until the
+            GPU has run it.
         client, timeout_seconds: the arguments of the same names.
         rank, world_size, ranks, label: as in Communicator.
         recorder: the communicator's flight recorder.
-        lifetime: the communicator's lifetime, which Communicator sets.
+        fail: a function that ends the communicator because of an error found outside of its methods, such as by a
+            thread that watches the GPU. Communicator sets it.
     """
 
     name: str
     device: str = "cpu"
     arrays: ArrayKind = ArrayKind()
-    runs_beside_host = False
-    begins_with_barrier = False
-    lifetime: Lifetime
+    on_gpu = False
+    fail: Callable[[BaseException], None]
 
     def __init__(self, client: RendezvousClient | None, group: str, timeout_seconds: float) -> None:
         self.rank = 0 if client is None else client.rank
@@ -94,24 +137,29 @@ class Backend(ABC):
         self.label: str = "rank 0/1" if client is None else client.label
         self.recorder = FlightRecorder(group, self.world_size, self.name)
 
-    # -- Reductions --------------------------------------------------------------------------------------------
+    # -- Collectives -------------------------------------------------------------------------------------------
 
     @abstractmethod
     def all_reduce(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
+        self,
+        sources: Sequence[Array],
+        targets: Sequence[Array],
+        op: ReduceOp,
+        agreement: Agreement,
+        factor: float = 1.0,
     ) -> None:
         """Reduces each source over all ranks, and writes the result to the target with the same index.
 
-        There is at least one source, and all sources have the same dtype. Each target has the size and dtype of its
-        source, or is the source itself.
-        """
+        There is at least one source, and all have the same dtype. A target has the size and dtype of its source, and is
+        the source itself, or shares no memory with any source.
 
-    def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
-        """Reduces the sources of all ranks, and writes the result to the root's target.
-
-        The root's target may be the root's source. The other ranks pass None as target.
+        Args:
+            sources, targets: see above.
+            op: the operator.
+            agreement: see above. If the ranks differ in its layout only, the method raises LayoutsDiffer on every rank.
+            factor: multiplies this rank's values before they are reduced; each rank has its own. Where it is not 1, the
+                dtype is floating or complex, and the sources may be overwritten.
         """
-        self.all_reduce([source], [self.arrays.empty_like(source) if target is None else target], op, agreement)
 
     @abstractmethod
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
@@ -119,8 +167,6 @@ class Backend(ABC):
 
         The target may be exactly this rank's part of the source.
         """
-
-    # -- Other collectives ---------------------------------------------------------------------------------------
 
     @abstractmethod
     def broadcast(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
@@ -145,8 +191,71 @@ class Backend(ABC):
     ) -> None:
         """Sends part i of every rank's source to rank i, whose target gets the parts of all ranks in rank order.
 
-        `largest` is the size in bytes of the largest part that any rank sends to any rank. An empty part is not sent.
+        What one rank sends to another is what the other expects. `largest` is the size in bytes of the largest part
+        that any rank sends to any rank.
         """
+
+    @abstractmethod
+    def barrier(self, agreement: Agreement) -> None:
+        """Waits until all ranks have called this method."""
+
+    # -- Messages ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        awaited: Collection[Message] = (),
+        seconds: float | None = None,
+    ) -> None:
+        """Starts messages, any number or none, and waits for some of those that were started, now or earlier.
+
+        The messages from one rank to another arrive in the order in which they were started. Each ends by itself: the
+        backend calls its `end`. If the two ranks of a message disagree on it, it ends with PlanMismatch on both. A rank
+        may send to itself.
+
+        Args:
+            sends, receives: the messages to start.
+            awaited: the messages to wait for. If there are none, or all are over, the method moves all messages on as
+                far as that goes without waiting, and returns.
+            seconds: after this time the method returns too. None: the wait has the communicator's deadline.
+        """
+
+    # -- Groups and the end ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def connect_group(self, members: tuple[int, ...], name: str) -> Backend:
+        """Returns the backend of a new group. Only the group's members call this method.
+
+        Args:
+            members: the members' ranks in this communicator; members[i] has rank i in the group.
+            name: the name of the group.
+        """
+
+    @abstractmethod
+    def announce(self, aborted_because: str | None = None, culprit: int | None = None) -> None:
+        """Tells the other ranks that this rank has closed the communicator, or that all must abort it.
+
+        This method must neither block nor raise.
+
+        Args:
+            aborted_because: the reason of the abort; None if the communicator was closed.
+            culprit: the world rank that has failed; None if it is this rank.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Frees file descriptors, memory and threads; called once, while no collective runs. Must not wait for long."""
+
+    # -- What most backends need not write ---------------------------------------------------------------------
+
+    def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
+        """Reduces the sources of all ranks, and writes the result to the root's target, which may be its source.
+
+        The other ranks pass None as target.
+        """
+        self.all_reduce([source], [self.arrays.empty_like(source) if target is None else target], op, agreement)
 
     def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
         """Copies the sources of all ranks into the root's target, in rank order. The other ranks pass None as target.
@@ -171,9 +280,9 @@ class Backend(ABC):
         return bounds_of([size if other == rank else 0 for other in range(self.world_size)], 1)
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """Compares the digest, and all-gathers a list of int64 numbers; returns the list of each rank, in rank order.
+        """All-gathers a list of int64 numbers, of equal length on all ranks; returns the list of each rank.
 
-        All lists have the same length. The method returns when the numbers are in host memory.
+        The method returns when the numbers are in host memory.
         """
         mine = np.array(numbers, np.int64)
         shared = np.empty((self.world_size, mine.size), np.int64)
@@ -182,71 +291,17 @@ class Backend(ABC):
         rows: list[list[int]] = shared.tolist()
         return rows
 
-    @abstractmethod
-    def exchange(self, send: Message | None, receive: Message | None) -> None:
-        """Sends one message, receives one message, or does both at the same time."""
-
-    # -- Plans for repeated calls with one whole array and equal parts -----------------------------------------
-    # A method returns None if a plan would not be faster than the methods above. In one collective some ranks may run a
-    # plan, while other ranks call the methods above. `release` frees the plans' resources.
-
-    def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
-        """Returns a plan for `all_reduce` of one array with `size` elements."""
-        return None
-
-    def plan_reduce_scatter(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
-        """Returns a plan for `reduce_scatter` of an array with `size` elements."""
-        return None
-
-    def plan_broadcast(self, size_bytes: int, root: int) -> Run | None:
-        """Returns a plan for `broadcast` of one array of `size_bytes`.
-
-        The root's array is the plan's source; on the other ranks the array is the plan's target.
-        """
-        return None
-
-    def plan_all_gather(self, size_bytes: int) -> Run | None:
-        """Returns a plan for `all_gather` of one array of `size_bytes` from each rank."""
-        return None
-
-    def plan_all_to_all(self, size_bytes: int) -> Run | None:
-        """Returns a plan for `all_to_all` of one array of `size_bytes` on each rank."""
-        return None
-
-    # -- Agreement and barrier ---------------------------------------------------------------------------------
-
-    @abstractmethod
-    def agree(self, agreement: Agreement) -> None:
-        """Raises PlanMismatch if the digests of the ranks differ. The method may wait for the other ranks."""
-
-    def barrier(self, agreement: Agreement) -> None:
-        """Waits until all ranks have called this method. Raises PlanMismatch if the digests of the ranks differ."""
-        self.agree(agreement)
-
-    # -- Groups ------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def connect_group(self, members: tuple[int, ...], name: str) -> Backend:
-        """Returns the backend of a new group. Only the group's members call this method.
-
-        Args:
-            members: the members' ranks in this communicator; members[i] has rank i in the group.
-            name: the name of the group.
-        """
-
     def raise_if_ended(self, missing: list[int]) -> None:
         """Raises RankFailed if any rank has aborted the communicator, or a rank in `missing` has closed it.
 
-        The method is called while this communicator runs no collective. The caller asks the rendezvous server for
-        failures, so this method need not ask for them.
+        It is called while this communicator runs no collective, by a rank that waits for others at the server. The
+        caller asks the server for failures, so this method need not.
         """
 
-    # -- Launching ---------------------------------------------------------------------------------------------
+    # -- For a GPU ---------------------------------------------------------------------------------------------
 
     def checked_stream(self, stream: Any, what: str) -> Any:
-        """Checks the caller's stream, and converts it to the type that `launching` accepts. Does nothing on the CPU.
-
-        The method is called before the collective begins, so that a wrong stream is an error on this rank only.
+        """Returns the caller's stream as `launching` takes it; called before the collective begins.
 
         Raises:
             InvalidArgument: `stream` is not a stream, or belongs to another device; or `stream` or the current stream
@@ -254,70 +309,25 @@ class Backend(ABC):
         """
         return stream
 
-    def launching(
-        self, stream: Any, producers: Collection[Any] | None = None
-    ) -> AbstractContextManager[Completion | None]:
-        """Returns the context manager in which the methods that move data are called.
-
-        On a GPU its __enter__ returns the Completion of the work that these methods launch; on the CPU it returns None.
+    def launching(self, stream: Any, after: Collection[Any] | None = None) -> AbstractContextManager[Launch]:
+        """Returns the context manager in which the collectives are called; its __enter__ returns their Launch.
 
         Args:
             stream: the stream for the work; by default the current stream.
-            producers: marks (see mark_work) of the work that must end before this work begins. If they are given, even
-                none, the work runs on the communicator's own stream. If `producers` is None, it runs on `stream`.
+            after: marks (see mark_work) of the work that must end before this work begins. If they are given, even
+                none, the work runs on the communicator's own stream. If `after` is None, it runs on `stream`.
         """
         return _INLINE
 
-    def keep(self, *arrays: Array) -> None:
-        """Holds references to arrays until the current launch has ended, so that their memory is not reused."""
-
-    def bring_back(self, flat: Array, native: Array, launch: Any) -> None:
-        """Copies the values of `flat` to `native`, unless `flat` is a view of `native`. Call it within `launching`."""
-        self.arrays.write_back(flat, native)
-
     def mark_work(self) -> Any:
-        """Marks the end of the work that is queued on the current stream.
-
-        Returns the mark, which `follow_work` accepts; None on the CPU.
-        """
+        """Returns a mark of the end of the work that is queued on the current stream; None on the CPU."""
         return None
 
-    def follow_work(self, marks: Sequence[Any]) -> None:
-        """Makes the current stream wait for the work that `mark_work` has marked."""
+    def follow_work(self, marks: Collection[Any]) -> None:
+        """Makes the current stream wait for marked work."""
 
-    # -- Ending ------------------------------------------------------------------------------------------------
-
-    def drain(self) -> GradsyncError | None:
-        """Waits a limited time until the launched work has ended. Communicator.close() calls this method first.
-
-        Returns:
-            The error of the work; None if there is none.
-        """
-        return None
-
-    def announce_close(self) -> None:
-        """Announces to the other ranks that this rank has closed the communicator.
-
-        This method must neither block nor raise.
-        """
-
-    def announce_abort(self, reason: str, culprit: int | None) -> None:
-        """Announces to the other ranks that they must abort the communicator.
-
-        This method must neither block nor raise.
-        """
-
-    def await_threads(self) -> None:
-        """Waits a limited time for the backend's own threads; the last step of close().
-
-        The server must know of this rank's failure, if there is one, and done-callbacks must have been called.
-        """
-
-    def release(self) -> None:
-        """Frees file descriptors, memory and threads.
-
-        The method is called once, while no collective runs. The method must return within a limited time.
-        """
+    def drain(self) -> None:
+        """Waits a limited time for launched work and its done-callbacks; the first step of close()."""
 
 
 def checked_rank(backend: Backend, what: str, name: str, rank: object, *, is_self_allowed: bool = True) -> int:

@@ -15,10 +15,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from gradsync.communicators.agreement import Description, find_call_site
+from gradsync.communicators.agreement import Agreement, Description, find_call_site, mismatch
 from gradsync.communicators.lifetime import usable_recorders
 from gradsync.diagnostics import Entry, FlightRecorder, stack_report
-from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed, RendezvousError, RendezvousTimeout
+from gradsync.errors import (
+    CollectiveTimeout,
+    GradsyncError,
+    PlanMismatch,
+    RankFailed,
+    RendezvousError,
+    RendezvousTimeout,
+)
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.client import RendezvousClient
@@ -171,6 +178,20 @@ def publish_description(client: RendezvousClient, group: str, position: int, tex
     for number, begin in enumerate(range(0, len(data) + 1, MAX_EVENT_BYTES)):
         key = _piece_key(group, position, client.world_ranks[client.rank], number)
         client.set(key, data[begin : begin + MAX_EVENT_BYTES])
+
+
+def exchange_mismatch(
+    client: RendezvousClient, group: str, position: int, label: str, agreement: Agreement, ranks: Iterable[int]
+) -> PlanMismatch:
+    """Exchanges the descriptions of an event on which ranks disagree; returns the error that all of them raise.
+
+    Args:
+        client, group, position, ranks: see exchange_descriptions.
+        label: this rank's name in errors.
+        agreement: the event, on this rank.
+    """
+    text = agreement.described().to_text()
+    return mismatch(label, agreement, exchange_descriptions(client, group, position, text, ranks))
 
 
 def exchange_descriptions(
