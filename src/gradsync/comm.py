@@ -9,20 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.for_bucketing import compare
 from gradsync.communicators.local import local_communicator
-from gradsync.communicators.world import get_world, group_or_world
+from gradsync.communicators.world import get_initial_world, get_world, group_or_world
 from gradsync.errors import InvalidArgument, PlanMismatch, describe
-from gradsync.futures import check_may_call, pending
+from gradsync.futures import refuse_in_callback
 from gradsync.process_group import group_barrier, place_on_machine
 from gradsync.reduction import OPERATIONS_BY_DTYPE
 
 _alone: Communicator | None = None  # the local group of a process that has no process group
+_local_groups: WeakKeyDictionary[Communicator, Communicator] = WeakKeyDictionary()  # by the world
 
 
 def get_world_size() -> int:
@@ -93,9 +96,10 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
     if world is None:
         _alone = local_communicator()
         return
-    world._agree(agreement_on("create_local_process_group", (), None, f"{n} on each machine"))
+    compare(world, agreement_on("create_local_process_group", (), None, f"{n} on each machine"))
     first = rank - rank % n
-    world._tree.local_group = cast("Communicator", world.new_group(range(first, first + n)))  # this rank is a member
+    group = world.new_group(range(first, first + n))
+    _local_groups[get_initial_world() or world] = cast("Communicator", group)  # this rank is a member
 
 
 def get_local_process_group() -> Communicator:
@@ -161,7 +165,7 @@ def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[A
     communicator = _ranks_of(group, "gather")
     if communicator is None:
         return [data]
-    return communicator.objects._gather_for("comm.gather", data, dst, "dst") or []
+    return communicator.objects.gather_for("comm.gather", data, dst, "dst") or []
 
 
 def shared_random_seed() -> int:
@@ -228,15 +232,14 @@ def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any
 def _ranks_of(group: Communicator | None, what: str) -> Communicator | None:
     """Returns `group`, or the world's communicator if `group` is None; returns None if there is only one rank."""
     communicator = get_world() if group is None else group_or_world(group, what)
-    if pending:
-        check_may_call("rank 0/1" if communicator is None else communicator.label, what)
+    refuse_in_callback("rank 0/1" if communicator is None else communicator.label, what)
     return None if communicator is None or communicator.world_size == 1 else communicator
 
 
 def _local_group() -> Communicator | None:
     """Returns the group of this machine's ranks, even within override_backend(); None if there is no such group."""
     world = get_world()
-    return _alone if world is None else world._tree.local_group
+    return _alone if world is None else _local_groups.get(get_initial_world() or world)
 
 
 def _contribution(input_dict: Mapping[Any, Any]) -> dict[Any, np.generic] | str:

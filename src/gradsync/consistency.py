@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.for_bucketing import arrays_of
 from gradsync.communicators.host_arrays import digest_of_values
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument, PlanMismatch
@@ -73,12 +74,12 @@ def _named(named_arrays: Any, communicator: Communicator) -> dict[str, Array]:
         name, array = entry if isinstance(entry, tuple) and len(entry) == 2 else (f"#{position}", entry)
         if str(name) in natives:
             raise InvalidArgument(f"{who} got two arrays of the name {str(name)!r}")
-        natives[str(name)] = communicator._native_array(array, f"check_consistency, array {str(name)!r}")
+        natives[str(name)] = communicator.native_array(array, f"check_consistency, array {str(name)!r}")
     return natives
 
 
 def _fingerprint_of(native: Array, communicator: Communicator) -> _Fingerprint:
-    return _Fingerprint(native.shape, str(native.dtype), digest_of_values(communicator._arrays, native))
+    return _Fingerprint(native.shape, str(native.dtype), digest_of_values(arrays_of(communicator), native))
 
 
 def _difference(

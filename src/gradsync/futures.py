@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import numpy as np
 
 from gradsync.arguments import check_seconds
-from gradsync.errors import CollectiveTimeout, CommunicatorClosed, FutureNotReady, GradsyncError, InvalidArgument, caller
+from gradsync.errors import (
+    CollectiveTimeout,
+    CommunicatorClosed,
+    FutureNotReady,
+    GradsyncError,
+    InvalidArgument,
+    caller,
+)
 from gradsync.machine import Latch
 
 if TYPE_CHECKING:
@@ -31,12 +38,12 @@ _log = logging.getLogger("gradsync")
 
 
 class _ThisThread(threading.local):
-    """How many done-callbacks the thread is in."""
+    """How many done-callbacks the calling thread is in."""
 
     callbacks = 0
 
 
-_this_thread = _ThisThread()
+this_thread = _ThisThread()
 
 
 def refuse_in_callback(label: str, what: str) -> None:
@@ -46,7 +53,7 @@ def refuse_in_callback(label: str, what: str) -> None:
         label: this rank's name in errors, such as "rank 0/2".
         what: the collective's name.
     """
-    if _this_thread.callbacks:
+    if this_thread.callbacks:
         place = caller()
         raise InvalidArgument(
             f"{label}: {what} in a done-callback{'' if place is None else f', at {place}'}: done-callbacks must not "
@@ -57,18 +64,18 @@ def refuse_in_callback(label: str, what: str) -> None:
 
 def is_in_callback() -> bool:
     """Whether the calling thread is running a done-callback."""
-    return _this_thread.callbacks > 0
+    return this_thread.callbacks > 0
 
 
 def run_callback(function: Callable[[Any], None], future: CollectiveFuture) -> None:
     """Calls a done-callback; logs what it raises, except SystemExit and Ctrl-C."""
-    _this_thread.callbacks += 1
+    this_thread.callbacks += 1
     try:
         function(future)
     except Exception:
         _log.exception("a done-callback of %s raised", future.name)
     finally:
-        _this_thread.callbacks -= 1
+        this_thread.callbacks -= 1
 
 
 # -- What futures wait for --------------------------------------------------------------------------------------------
@@ -234,7 +241,7 @@ class Pending(Work):
 
 def refuse_wait_in_callback(name: str) -> None:
     """Raises FutureNotReady in a done-callback, which work may wait for that it waits for."""
-    if _this_thread.callbacks:
+    if this_thread.callbacks:
         raise FutureNotReady(
             f"{name} is not ready: a done-callback cannot wait for a collective, because the collective may end only "
             "after the callback has returned; wait outside of done-callbacks"
@@ -257,7 +264,7 @@ def again(error: BaseException) -> BaseException:
 def _begin_anew_after_fork() -> None:
     global _lock
     _lock = threading.Lock()  # a thread of the parent may have held the old lock
-    _this_thread.callbacks = 0
+    this_thread.callbacks = 0
 
 
 os.register_at_fork(after_in_child=_begin_anew_after_fork)

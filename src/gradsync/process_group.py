@@ -66,7 +66,6 @@ from gradsync.errors import (
     forget_earlier_error,
     uncaught_error,
 )
-from gradsync.futures import raise_refused
 from gradsync.removed import refuse_removed
 
 if TYPE_CHECKING:  # not imported at run time: a world of one rank does not need it, and should start fast
@@ -190,7 +189,7 @@ def init_process_group(
         except BaseException:
             _leave()
             raise
-    communicator._on_exit = _destroy_because_of
+    communicator.on_exit = _destroy_because_of
     _settings = settings
     set_world(communicator)
     return communicator
@@ -204,11 +203,7 @@ def destroy_process_group() -> None:
 
     Raises:
         InvalidArgument: some gradients were never reduced, because the program did not end the backward pass with
-            flush() or `with callback.backward()`, and no exception is on its way. Or a done-callback called a
-            collective, and no earlier call has raised the error of the done-callback. In both cases, this rank has left
-            the process group.
-        RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a collective on the GPU has failed, and no earlier call
-            has raised this error.
+            flush() or `with callback.backward()`, and no exception is on its way. This rank has left the process group.
     """
     global _settings
     communicator = get_initial_world()
@@ -217,11 +212,8 @@ def destroy_process_group() -> None:
     _siblings.clear()
     try:
         if communicator is not None:
-            communicator._on_exit = None
-            try:
-                communicator._tree.close()
-            finally:
-                communicator.close()
+            communicator.on_exit = None
+            communicator.close_tree()
     finally:
         _leave()
         if communicator is not None:
@@ -229,7 +221,6 @@ def destroy_process_group() -> None:
     forgotten = take_forgotten()
     if forgotten and sys.exc_info()[1] is None:  # an exception on its way explains why gradients were not reduced
         raise InvalidArgument(forgotten[0])
-    raise_refused()
 
 
 def is_initialized() -> bool:
@@ -414,14 +405,13 @@ def _world_over(backend: str) -> Communicator | None:
     sibling = _siblings.get(backend)
     if sibling is None:
         sibling = _siblings[backend] = _connect_sibling(backend, world, settings)
-        sibling._tree = world._tree
-        world._tree.add(sibling)
+        world.adopt(sibling)
     # gradsync does not replace a closed communicator: a rank that does not know yet that the communicator is closed
     # would not help to make a new communicator.
     if sibling.closed:
         raise CommunicatorClosed(
             f"{world.label}: override_backend({backend!r}): its communicator cannot be used any more: "
-            f"{sibling._lifetime.ended_because}; for a new one call gs.destroy_process_group() and "
+            f"{sibling.ended_because}; for a new one call gs.destroy_process_group() and "
             "gs.init_process_group() on all ranks"
         )
     return sibling
@@ -435,11 +425,11 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
             )
         return connect(backend, None, settings, backend)
     if _client is None and world.closed:  # e.g. in a forked child, which must not join with its parent's rank
-        raise CommunicatorClosed(f"{world.label}: override_backend({backend!r}): {world._lifetime.ended_because}")
+        raise CommunicatorClosed(f"{world.label}: override_backend({backend!r}): {world.ended_because}")
     from gradsync.communicators.groups import whom
 
     client = _client or _join(settings, backend)  # a world over the backend "local" has no client yet
-    name = world._tree.new_name(backend)
+    name = world.new_name(backend)
 
     with _reporting("override_backend", client, raised_by_all=_NOT_AGREED):
         asking = client.group(world.ranks, f"{name}/offers")
@@ -503,10 +493,7 @@ def _leave_at_exit() -> None:
         if uncaught_error() is None:
             for text in forgotten:
                 _log.error("error: %s", text)
-        try:
-            _destroy_because_of(uncaught_error())
-        except InvalidArgument as error:  # a done-callback has called a collective
-            _log.error("error: %s", error)
+        _destroy_because_of(uncaught_error())
     finally:
         job_has_failed = has_job_failed()
         if job_has_failed:

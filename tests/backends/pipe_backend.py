@@ -12,19 +12,19 @@ import secrets
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from multiprocessing.connection import Client, Connection, Listener
+from collections.abc import Callable, Collection, Iterator, Sequence
+from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
 import numpy as np
 
-from gradsync.communicators.agreement import Agreement, Description, mismatch
+from gradsync.communicators.agreement import Agreement, Description, LayoutsDiffer, mismatch
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
 from gradsync.communicators.failures import (
     CAUSE_SECONDS,
     FailureMonitor,
     await_cause,
-    exchange_descriptions,
+    exchange_mismatch,
     raise_if_left,
 )
 from gradsync.environment import RankEnvironment, WorldSettings
@@ -33,7 +33,8 @@ from gradsync.machine import run_with_timeout
 from gradsync.reduction import Array, ReduceOp, reduce_into
 from gradsync.rendezvous.client import RendezvousClient
 
-DIGEST, DATA, OFFER, ANSWER, MESSAGE = b"D", b"d", b"o", b"a", b"m"
+# The kinds of frames: of collectives, and of messages, where the sender and the receiver have kinds of their own.
+DIGEST, DATA, OFFER, ANSWER, MESSAGE, TEXTS = b"D", b"d", b"o", b"a", b"m", {b"o": b"O", b"a": b"A"}
 _LOOK_EVERY_SECONDS = 0.05
 
 
@@ -79,24 +80,33 @@ class PipeBackend(Backend):
         self, pipes: dict[int, Connection], client: RendezvousClient, group: str, timeout_seconds: float
     ) -> None:
         super().__init__(client, group, timeout_seconds)
-        self._pipes = pipes
+        self._peers = {pipe: peer for peer, pipe in pipes.items()}
         self._writers = {peer: _Writer(pipe) for peer, pipe in pipes.items()}
         self._came: dict[tuple[int, bytes], deque[bytes]] = defaultdict(deque)
+        # The messages to (OFFER) and from (ANSWER) each peer, in order; only the first one moves.
+        self._moving: dict[tuple[int, bytes], deque[Iterator[None]]] = defaultdict(deque)
         self._failures = FailureMonitor(client, self.recorder)
         self._departures = f"pipes/{group}/closed"
         self._begun = 0
 
-    # -- Reductions --------------------------------------------------------------------------------------------
+    # -- Collectives -------------------------------------------------------------------------------------------
 
     def all_reduce(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
+        self,
+        sources: Sequence[Array],
+        targets: Sequence[Array],
+        op: ReduceOp,
+        agreement: Agreement,
+        factor: float = 1.0,
     ) -> None:
-        self.agree(agreement)
+        self.barrier(agreement)
+        if factor != 1.0:
+            self.arrays.multiply_in_place(sources, factor)
         for source, target in zip(sources, targets, strict=True):
             self._reduce_into(source, [slice(None)] * self.world_size, target, op)
 
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
-        self.agree(agreement)
+        self.barrier(agreement)
         self._reduce_into(source, [part_of(bounds, rank) for rank in range(self.world_size)], target, op)
 
     def _reduce_into(self, source: Array, parts: Sequence[slice], target: Array, op: ReduceOp) -> None:
@@ -105,19 +115,17 @@ class PipeBackend(Backend):
         with np.errstate(all="ignore"):
             reduce_into(op, [np.frombuffer(data, source.dtype) for data in came], target)
 
-    # -- Movements ---------------------------------------------------------------------------------------------
-
     def broadcast(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
-        self.agree(agreement)
+        self.barrier(agreement)
         for flat in flats:
             if self.rank == root:
-                for peer in self._pipes:
+                for peer in self._writers:
                     self._send(peer, DATA, flat.tobytes())
             else:
                 _fill(flat, self._receive(root, DATA))
 
     def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
-        self.agree(agreement)
+        self.barrier(agreement)
         for rank, data in enumerate(self._deal([source.tobytes()] * self.world_size)):
             _fill(target[part_of(bounds, rank)], data)
 
@@ -130,52 +138,70 @@ class PipeBackend(Backend):
         largest: int,
         agreement: Agreement,
     ) -> None:
-        self.agree(agreement)
+        self.barrier(agreement)
         parts = [source[part_of(send_bounds, rank)].tobytes() for rank in range(self.world_size)]
         for rank, data in enumerate(self._deal(parts)):
             _fill(target[part_of(receive_bounds, rank)], data)
 
-    def exchange(self, send: Message | None, receive: Message | None) -> None:
-        if send is not None and receive is not None and send.peer == self.rank:
-            _fill(receive.flat, send.flat.tobytes())
-            return
-        ways = [(send, OFFER, ANSWER), (receive, ANSWER, OFFER)]
-        for message, own, _ in ways:
-            if message is not None:
-                self._send(message.peer, own, message.agreement.digest.to_bytes(8, "big"))
-        refused = None
-        for message, own, other in ways:
-            if message is None:
-                continue
-            if self._receive(message.peer, other) == message.agreement.digest.to_bytes(8, "big"):
-                if message is send:
-                    self._send(message.peer, MESSAGE, message.flat.tobytes())
-                else:
-                    _fill(message.flat, self._receive(message.peer, MESSAGE))
-                continue
-            text = message.agreement.described().to_text()
-            self._send(message.peer, own, text.encode())
-            texts = {self.rank: text, message.peer: self._receive(message.peer, other).decode()}
-            descriptions = {self.ranks[rank]: Description.from_text(each) for rank, each in texts.items()}
-            refused = refused or mismatch(self.label, message.agreement, descriptions)
-        if refused is not None:
-            raise refused
-
-    # -- Meeting -----------------------------------------------------------------------------------------------
-
-    def agree(self, agreement: Agreement) -> None:
+    def barrier(self, agreement: Agreement) -> None:
+        """Compares the digests of all ranks; every collective begins with it."""
         self._begun += 1
-        if len(set(self._deal([agreement.digest.to_bytes(8, "big")] * self.world_size, DIGEST))) > 1:
-            text = agreement.described().to_text()
-            descriptions = exchange_descriptions(self.client, self._failures.group, self._begun, text, self.ranks)
-            raise mismatch(self.label, agreement, descriptions)
+        digests = self._deal([_identity(agreement)] * self.world_size, DIGEST)
+        if len({digest[:8] for digest in digests}) > 1:
+            group, ranks = self._failures.group, self.ranks
+            raise exchange_mismatch(self.client, group, self._begun, self.label, agreement, ranks)
+        if len(set(digests)) > 1:
+            raise LayoutsDiffer
 
-    def connect_group(self, members: tuple[int, ...], name: str) -> PipeBackend:
-        client = self.client.group(members, name)
-        return connect_pipes(client, group=name, timeout_seconds=self.timeout_seconds)
+    # -- Messages ----------------------------------------------------------------------------------------------
 
-    def raise_if_ended(self, missing: list[int]) -> None:
-        self._look(math.inf, [self.ranks[rank] for rank in missing])
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        awaited: Collection[Message] = (),
+        seconds: float | None = None,
+    ) -> None:
+        to_self = [message for message in sends if message.peer == self.rank]
+        from_self = [message for message in receives if message.peer == self.rank]
+        for send, receive in zip(to_self, from_self, strict=True):
+            _fill(receive.flat, send.flat.tobytes())
+            send.end()
+            receive.end()
+        for messages, own, other in ((sends, OFFER, ANSWER), (receives, ANSWER, OFFER)):
+            for message in messages:
+                if message.peer != self.rank:
+                    self._send(message.peer, own, _identity(message.agreement))
+                    self._moving[message.peer, own].append(self._run(message, own, other))
+        self._pump(0.0)
+        until = math.inf if seconds is None else time.monotonic() + seconds
+
+        def is_over() -> bool:
+            return all(message.is_over for message in awaited) or time.monotonic() >= until
+
+        self._wait(is_over, lambda: [message.peer for message in awaited if not message.is_over], math.inf)
+
+    def _run(self, message: Message, own: bytes, other: bytes) -> Iterator[None]:
+        """Moves one message; yields where it has to wait."""
+        peer, texts = message.peer, self._came[message.peer, TEXTS[other]]
+        while not self._came[peer, other]:
+            yield
+        if self._came[peer, other].popleft() != _identity(message.agreement):
+            text = message.agreement.described().to_text()
+            self._send(peer, TEXTS[own], text.encode())
+            while not texts:
+                yield
+            by_rank = {self.rank: text, peer: texts.popleft().decode()}
+            descriptions = {self.ranks[rank]: Description.from_text(each) for rank, each in by_rank.items()}
+            message.end(mismatch(self.label, message.agreement, descriptions))
+            return
+        if own == OFFER:
+            self._send(peer, MESSAGE, message.flat.tobytes())
+        else:
+            while not self._came[peer, MESSAGE]:
+                yield
+            _fill(message.flat, self._came[peer, MESSAGE].popleft())
+        message.end()
 
     # -- The pipes ---------------------------------------------------------------------------------------------
 
@@ -191,38 +217,59 @@ class PipeBackend(Backend):
         self._writers[peer].frames.put(kind + data)
 
     def _receive(self, peer: int, kind: bytes) -> bytes:
-        came, began = self._came[peer, kind], time.monotonic()
-        position = math.inf if kind in (OFFER, ANSWER, MESSAGE) else self._begun - 1
-        whom = [self.ranks[peer]]
-        while not came:
-            try:
-                if self._pipes[peer].poll(_LOOK_EVERY_SECONDS):
-                    frame = self._pipes[peer].recv_bytes()
-                    self._came[peer, frame[:1]].append(frame[1:])
-                    continue
-            except (EOFError, OSError) as error:
-                await_cause(CAUSE_SECONDS, lambda: self._look(position, whom))
-                raise RankFailed(f"{self.label}: the pipe to rank {whom[0]} has ended", rank=whom[0]) from error
-            waited_seconds = time.monotonic() - began
+        came = self._came[peer, kind]
+        self._wait(lambda: bool(came), lambda: [peer], self._begun - 1)
+        return came.popleft()
+
+    def _wait(self, is_over: Callable[[], bool], missing: Callable[[], list[int]], position: float) -> None:
+        """Reads the pipes and moves messages until is_over(); `position` is for raise_if_left."""
+        began = time.monotonic()
+        while not is_over():
+            if self._pump(_LOOK_EVERY_SECONDS):
+                continue
+            waited_seconds, whom = time.monotonic() - began, [self.ranks[rank] for rank in missing()]
             self._look(position, whom)
             self._failures.warn(waited_seconds, whom)
             if waited_seconds > self.timeout_seconds:
                 self._failures.time_out(waited_seconds, whom)
-        return came.popleft()
+
+    def _pump(self, seconds: float) -> bool:
+        """Reads what comes within some seconds, and moves messages as far as they go; whether anything came."""
+        pipes = wait(self._peers, seconds)
+        for pipe in pipes:
+            peer = self._peers[pipe]
+            try:
+                frame = pipe.recv_bytes()
+            except (EOFError, OSError) as error:
+                del self._peers[pipe]
+                position, whom = self._begun - 1, [self.ranks[peer]]
+                await_cause(CAUSE_SECONDS, lambda: self._look(position, whom))
+                raise RankFailed(f"{self.label}: the pipe to rank {whom[0]} has ended", rank=whom[0]) from error
+            self._came[peer, frame[:1]].append(frame[1:])
+        for moving in list(self._moving.values()):
+            while moving and next(moving[0], moving) is moving:  # it has ended
+                moving.popleft()
+        return bool(pipes)
 
     def _look(self, position: float, ranks: Sequence[int]) -> None:
         """Raises why a wait for these ranks is in vain, where it is."""
         self._failures.check()
         raise_if_left(self.client, self._departures, self.label, position, ranks)
 
-    # -- Ending ------------------------------------------------------------------------------------------------
+    # -- Groups and the end ------------------------------------------------------------------------------------
 
-    def announce_close(self) -> None:
-        self.client.announce_left(self._departures, self._begun)
+    def connect_group(self, members: tuple[int, ...], name: str) -> PipeBackend:
+        client = self.client.group(members, name)
+        return connect_pipes(client, group=name, timeout_seconds=self.timeout_seconds)
 
-    def announce_abort(self, reason: str, culprit: int | None) -> None:
-        if not self._failures.was_raised:
-            self.client.report_failure(reason, culprit=culprit)
+    def raise_if_ended(self, missing: list[int]) -> None:
+        self._look(math.inf, [self.ranks[rank] for rank in missing])
+
+    def announce(self, aborted_because: str | None = None, culprit: int | None = None) -> None:
+        if aborted_because is None:
+            self.client.announce_left(self._departures, self._begun)
+        elif not self._failures.was_raised:
+            self.client.report_failure(aborted_because, culprit=culprit)
 
     def release(self) -> None:
         for writer in self._writers.values():
@@ -248,3 +295,7 @@ class _Writer:
 
 def _fill(target: Array, data: bytes) -> None:
     target[...] = np.frombuffer(data, target.dtype)
+
+
+def _identity(agreement: Agreement) -> bytes:
+    return agreement.digest.to_bytes(8, "big") + agreement.layout.to_bytes(8, "big")

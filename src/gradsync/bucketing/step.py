@@ -79,7 +79,7 @@ from gradsync.errors import (
     describe,
     name_ranks,
 )
-from gradsync.futures import CollectiveEnd, Completion, GradientFuture, check_may_call, pending, raise_refused
+from gradsync.futures import DONE, GradientFuture, Pending, Work, refuse_in_callback, this_thread
 from gradsync.reduction import Array, ReduceOp
 
 _log = logging.getLogger("gradsync")
@@ -170,13 +170,13 @@ class Step:
         self._memory: BucketMemory | None = None
         self._plan: _Plan | None = None  # None: the gradients look different from those of the last step
         self._results: dict[Hashable, Any] | None = {}  # of the last step; None within a backward pass
-        self._results_end: Completion | None = None  # on a GPU
+        self._results_end: Work = DONE
         self._is_busy = False
         self._weight_of_pass: float | None = None
         self._divergence: Divergence | None = None  # with a communicator
         self.unread: UnreadResults | None = None
         self._is_watched = False  # gradients live in buckets, or `unread` is there: no short way for them
-        self._end: CollectiveEnd | None = None  # made with the step's first gradient
+        self._end: Pending | None = None  # made with the step's first gradient
         self._begin()
 
     def _begin(self) -> None:
@@ -185,7 +185,7 @@ class Step:
         self._elsewhere: dict[Hashable, _Elsewhere] = {}  # those that cannot
         self._values: dict[Hashable, Any] = {}  # the results that are not in `_grads`
         self._weight = self._weight_of_pass
-        self._launched: list[Completion | None] = []  # of the buckets that have been reduced, or launched on a GPU
+        self._launched: list[Work] = []  # of the buckets that have been reduced, or launched on a GPU
         self._marks: set[Any] = set()  # on a GPU: of the work that makes the gradients, one for each stream
         self._overlaps = OverlapCheck()
         self._factor: tuple[ReduceOp, float] | None = None
@@ -301,7 +301,7 @@ class Step:
 
     def take(self, param: Any, grad: Any, communicator: Communicator) -> GradientFuture:
         """Takes a gradient; see AllreduceCallback.__call__."""
-        if communicator is not self._communicator or pending or self._is_busy:
+        if communicator is not self._communicator or self._is_busy or this_thread.callbacks:
             self._begin_call("callback(param, grad)", communicator)
         key = param if type(param) in PLAIN_NAMES else key_of(param)
         its = self._known.get(key)
@@ -319,11 +319,11 @@ class Step:
         self._grads[key] = grad
         return GradientFuture(its.name, self._end or self._begin_end(), grad)
 
-    def _begin_end(self) -> CollectiveEnd:
+    def _begin_end(self) -> Pending:
         assert self._communicator is not None
         if trace.active is not None:
             trace.active.begin_step(self._communicator.recorder)
-        self._end = CollectiveEnd(timeout_seconds(self._communicator))
+        self._end = Pending(timeout_seconds(self._communicator))
         return self._end
 
     def _admit(self, param: Any, key: Hashable, grad: Any, communicator: Communicator) -> GradientFuture:
@@ -424,8 +424,7 @@ class Step:
 
     def _begin_call(self, what: str, communicator: Communicator) -> None:
         """Refuses a call in a done-callback, or while another call runs; takes up a new communicator."""
-        if pending:
-            check_may_call(communicator.label, what)
+        refuse_in_callback(communicator.label, what)
         if self._is_busy:
             raise InvalidArgument(
                 f"{communicator.label}: {what} was called while another call of the callback is running: use a "
@@ -461,7 +460,7 @@ class Step:
 
     def flush(self, communicator: Communicator, weight: float | None = None) -> None:
         """Reduces all gradients of the step, and ends it. See AllreduceCallback.flush."""
-        if communicator is not self._communicator or pending or self._is_busy:
+        if communicator is not self._communicator or self._is_busy or this_thread.callbacks:
             self._begin_call("flush()", communicator)
         if runs_beside_host(communicator):
             check_stream(communicator, "flush()")
@@ -474,11 +473,11 @@ class Step:
         try:
             self._is_busy = True
             if self._grads or self._weight is not None or (self._is_fixed and self._options.missing == "zero"):
-                completion = self._reduce(communicator)
+                work = self._reduce(communicator)
                 assert self._divergence is not None
                 self._divergence.end_step(is_used=self._total_weight != 0.0 and not self.skip_step)
             else:
-                completion = None
+                work: Work = DONE
                 compare(communicator, self._events.of("flush of a step without gradients"))
             self.statistics.communication_seconds += time.perf_counter() - began
             if trace.active is not None and self._grads:
@@ -487,7 +486,7 @@ class Step:
             if self.total_weight == 0.0:
                 self._end_unreduced()
             else:
-                self._end_step(completion)
+                self._end_step(work)
         except BaseException as error:
             # Ctrl-C is for the thread that flushes, not for those that wait for a future.
             cancelled = GradientCancelled(f"the flush ended with {describe(error)}")
@@ -495,10 +494,8 @@ class Step:
             raise
         finally:
             self._is_busy = False
-        if pending:
-            raise_refused()
 
-    def _reduce(self, communicator: Communicator) -> Completion | None:
+    def _reduce(self, communicator: Communicator) -> Work:
         """Compares and reduces the step; returns the end of what was launched on a GPU."""
         beside_host = runs_beside_host(communicator)
         self._check_overlaps(communicator)
@@ -507,7 +504,7 @@ class Step:
         self._compare_parameters(plan)
         op, factor = self._agreed_factor(communicator)
         if self._total_weight == 0.0:
-            return None
+            return DONE
         if self._weight == 0.0:
             self._drop_own(communicator)
         if beside_host:
@@ -523,12 +520,12 @@ class Step:
         self._look_at_values(plan, communicator)
         if beside_host and (self._hook is not None or self._options.clip_norm is not None):
             return mark_end(communicator)  # what they have written on the current stream is the result
-        return self._launched[-1] if self._launched else None
+        return self._launched[-1] if self._launched else DONE
 
     def _reduce_bucket(
         self, bucket: Bucket, plan: _Plan, communicator: Communicator, op: ReduceOp, factor: float
-    ) -> Completion | None:
-        """Reduces one bucket; returns the end of its reduction on a GPU."""
+    ) -> Work:
+        """Reduces one bucket; returns what a GPU still has to do."""
         agreement = plan.agreements[self._weight is not None][bucket.number]
         natives, targets = self._arrays_of(bucket, communicator)
         self.statistics.all_reduces += 1
@@ -546,7 +543,7 @@ class Step:
         run_hook(self._hook, bucket, flats, communicator, op.value)
         for flat, target in zip(flats, targets or (), strict=False):
             arrays.write_back(flat, target)
-        return None
+        return DONE
 
     def _arrays_of(self, bucket: Bucket, communicator: Communicator) -> tuple[list[Array], list[Array] | None]:
         """Returns the arrays with the values of a bucket, and those for the results: None if they are flat as well."""
@@ -563,14 +560,12 @@ class Step:
 
     def _await_last(self) -> None:
         """Makes the current stream wait for the last step, which may have run on another one."""
-        if self._results_end is not None:
-            self._results_end.order()
+        self._results_end.order()
 
     def _order_launched(self) -> None:
         """Makes the current stream wait for what was launched, and the host for results in host memory."""
-        for completion in self._launched:
-            if completion is not None:
-                completion.order()
+        for work in self._launched:
+            work.order()
 
     def _check_overlaps(self, communicator: Communicator) -> None:
         """Refuses gradients that share memory: their results would be mixed."""
@@ -763,7 +758,7 @@ class Step:
 
     def forget_results(self) -> None:
         """Lets go of the results of the last step."""
-        self._results, self._results_end = {}, None
+        self._results, self._results_end = {}, DONE
         if self.unread is not None:
             self.unread.forget()
 
@@ -784,16 +779,16 @@ class Step:
 
     # -- Ends ---------------------------------------------------------------------------------------------------------
 
-    def _end_step(self, completion: Completion | None) -> None:
+    def _end_step(self, work: Work) -> None:
         self.statistics.steps += bool(self._grads)
         self.statistics.gradients += len(self._grads)
         self._results = self._grads | self._values if self._values else self._grads
-        self._results_end = completion
-        self._finish(None, completion)
+        self._results_end = work
+        self._finish(None, work)
 
     def _end_unreduced(self) -> None:
         """Ends a step in which all weights are 0: the futures raise an error, because their arrays are as they were."""
-        self._results, self._results_end = {}, None
+        self._results, self._results_end = {}, DONE
         self._finish(
             GradientCancelled(
                 "the weights of all ranks are 0, so nothing was reduced: leave the loop when total_weight is 0"
@@ -806,13 +801,13 @@ class Step:
         if isinstance(error, _RAISED_ON_ALL):
             with suppress(GradsyncError):  # all ranks have launched these buckets, so they end soon
                 self._order_launched()
-        self._results, self._results_end = {}, None
+        self._results, self._results_end = {}, DONE
         self.norm, self.skip_step, self.total_weight = None, False, None
         if isinstance(error, PlanMismatch) and not self._is_fixed:
             self._plan, self._known, self._keys = None, {}, {}
         self._finish(error)
 
-    def _finish(self, error: BaseException | None, completion: Completion | None = None) -> None:
+    def _finish(self, error: BaseException | None, rest: Work = DONE) -> None:
         """Begins the next step, and completes the futures of this one."""
         end = self._end
         self.ended += 1
@@ -821,7 +816,7 @@ class Step:
             self.unread.end_step(self._results or {})
         if end is not None:
             try:
-                end.finish(None, error, completion)
+                end.finish(error, rest)
             finally:
                 if not end.is_pending:  # else Ctrl-C came in between, and fail() tells the futures
                     self._end = None

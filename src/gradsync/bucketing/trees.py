@@ -28,7 +28,7 @@ from gradsync.communicators.for_bucketing import arrays_of, kept, native_array
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument, PlanMismatch, describe
-from gradsync.futures import check_may_call, pending
+from gradsync.futures import refuse_in_callback
 from gradsync.reduction import Array, ReduceOp, dtype_name, parse_reduce_method
 
 Tree = TypeVar("Tree")
@@ -219,8 +219,7 @@ def average_gradients(
         return _with_results(tree, leaves, structure, names, callback._step)
     method = parse_reduce_method("mean" if op is None else op, f"{_WHAT}: op")
     communicator = group_or_world(communicator, _WHAT, "communicator")
-    if pending:
-        check_may_call(communicator.label, _WHAT)
+    refuse_in_callback(communicator.label, _WHAT)
     if communicator.world_size == 1 and weight is None:
         return tree
     leaves, structure, names = _taken_apart(tree, f"{communicator.label}: {_WHAT}")

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.bucketing.bucket import list_of_names
-from gradsync.futures import CollectiveEnd, GradientFuture
+from gradsync.futures import GradientFuture, Work
 
 _log = logging.getLogger("gradsync")
 _STEPS = 3
@@ -50,7 +50,7 @@ class _WatchedFuture(GradientFuture):
 
     __slots__ = ("__weakref__", "_noted")
 
-    def __init__(self, name: str, end: CollectiveEnd, value: Any, noted: _Result) -> None:
+    def __init__(self, name: str, end: Work, value: Any, noted: _Result) -> None:
         super().__init__(name, end, value)
         self._noted = noted
         noted.future = weakref.ref(self)
@@ -86,7 +86,7 @@ class UnreadResults:
         self._suspects: list[_Result] = []  # of the last step: only their futures can tell
         self.is_over = False
 
-    def future(self, key: Hashable, name: str, end: CollectiveEnd, value: Any, *, is_new: bool) -> GradientFuture:
+    def future(self, key: Hashable, name: str, end: Work, value: Any, *, is_new: bool) -> GradientFuture:
         """Returns the future of a gradient, which is watched."""
         self._results[key] = result = _Result(name, is_new)
         return _WatchedFuture(name, end, value, result)

@@ -48,9 +48,10 @@ class Launch(Work):
 
     def write_back(self, flat: Array, native: Array) -> None:
         """Copies the elements of `flat` to `native`, unless it is a view of it; on a GPU as part of this work."""
-        ArrayKind().write_back(flat, native)
+        _HOST_ARRAYS.write_back(flat, native)
 
 
+_HOST_ARRAYS = ArrayKind()
 ON_CPU = Launch()
 _INLINE = nullcontext(ON_CPU)
 
@@ -124,7 +125,7 @@ class Backend(ABC):
 
     name: str
     device: str = "cpu"
-    arrays: ArrayKind = ArrayKind()
+    arrays: ArrayKind = _HOST_ARRAYS
     on_gpu = False
     fail: Callable[[BaseException], None]
 
@@ -158,7 +159,7 @@ class Backend(ABC):
             op: the operator.
             agreement: see above. If the ranks differ in its layout only, the method raises LayoutsDiffer on every rank.
             factor: multiplies this rank's values before they are reduced; each rank has its own. Where it is not 1, the
-                dtype is floating or complex, and the sources may be overwritten.
+                dtype is floating or complex, and the sources may be overwritten once the ranks have agreed.
         """
 
     @abstractmethod
@@ -319,8 +320,11 @@ class Backend(ABC):
         """
         return _INLINE
 
-    def mark_work(self) -> Any:
-        """Returns a mark of the end of the work that is queued on the current stream; None on the CPU."""
+    def mark_work(self, stream: Any = None) -> Any:
+        """Returns a mark of the end of the work that is queued on the current stream, and on `stream`; None on the CPU.
+
+        `stream` is one that `checked_stream` has returned.
+        """
         return None
 
     def follow_work(self, marks: Collection[Any]) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.communicator import BYTE, Communicator
+from gradsync.communicators.agreement import Agreement, LayoutsDiffer, digest_of
+from gradsync.communicators.backend import Launch
+from gradsync.communicators.collectives import BYTE, is_fortran
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_arrays import ArrayKind
-from gradsync.futures import Completion
+from gradsync.futures import Work
 from gradsync.reduction import Array, ReduceOp
 
 
@@ -24,7 +26,7 @@ def reduce_list(
     factor: float = 1.0,
     targets: Sequence[Array] | None = None,
     after: Collection[Any] = (),
-) -> Completion | None:
+) -> Work:
     """Reduces arrays of one dtype over the ranks as one collective. Every rank must call it.
 
     On a GPU it runs on the communicator's own stream, beside the host.
@@ -40,35 +42,61 @@ def reduce_list(
         after: marks of the work that makes the values and frees the targets; see mark_work.
 
     Returns:
-        The Completion of what was launched on a GPU; None on the CPU, where the results are there.
+        The work that was launched on a GPU; on the CPU it is done.
 
     Raises:
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for Communicator.all_reduce.
     """
+    turned: Sequence[int] = ()
+    if targets is not None:
+        pairs = enumerate(zip(natives, targets, strict=True))
+        turned = [number for number, (native, target) in pairs if native is target and is_fortran(native)]
     backend = communicator._backend
-    with communicator._lifetime.collective("all_reduce", agreement), backend.launching(None, after) as launch:
-        flats = natives
-        if targets is not None:
-            backend.keep(*natives)
-            flats = flats_of(communicator, natives, targets)
-        if factor != 1.0:
-            communicator._arrays.multiply_in_place(flats, factor)
-        backend.all_reduce(flats, flats, op, agreement)
-        for flat, target in zip(flats, targets or (), strict=False):
-            backend.bring_back(flat, target, launch)
+    with communicator._lifetime.turn("all_reduce", agreement), backend.launching(None, after) as launch:
+        try:
+            _reduce_list(communicator, natives, targets, turned, op, agreement, factor, launch)
+        except LayoutsDiffer:  # on all ranks
+            _reduce_list(communicator, natives, targets, (), op, agreement, factor, launch)
     return launch
+
+
+def _reduce_list(
+    communicator: Communicator,
+    natives: Sequence[Array],
+    targets: Sequence[Array] | None,
+    turned: Sequence[int],
+    op: ReduceOp,
+    agreement: Agreement,
+    factor: float,
+    launch: Launch,
+) -> None:
+    """See reduce_list. The arrays with the numbers `turned` are reduced as they lie, in Fortran order."""
+    flats = natives
+    if targets is not None:
+        if turned:
+            agreement = agreement._replace(layout=digest_of("in Fortran order", turned))
+            natives, targets = list(natives), list(targets)
+            for number in turned:
+                natives[number] = targets[number] = natives[number].T
+        launch.keep(*natives)
+        flats = flats_of(communicator, natives, targets)
+    communicator._backend.all_reduce(flats, flats, op, agreement, factor)
+    for flat, target in zip(flats, targets or (), strict=False):
+        launch.write_back(flat, target)
 
 
 def exchange_numbers(
     communicator: Communicator, what: str, numbers: Sequence[int], agreement: Agreement
 ) -> list[list[int]]:
     """Compares the agreement, and returns the 64-bit integers of each rank. Every rank must call it."""
-    return communicator._share_numbers(what, numbers, agreement)
+    with communicator._lifetime.turn(what, agreement):
+        return communicator._backend.share_numbers(numbers, agreement)
 
 
 def compare(communicator: Communicator, agreement: Agreement) -> None:
     """Raises PlanMismatch on all ranks unless all are about to do the same. Every rank must call it."""
-    communicator._agree(agreement)
+    with communicator._lifetime.turn("agree", agreement):
+        communicator._backend.barrier(agreement)
 
 
 def kept(communicator: Communicator) -> dict[Any, Any]:
@@ -86,8 +114,9 @@ def arrays_of(communicator: Communicator) -> ArrayKind:
 
 
 def native_array(communicator: Communicator, array: Any, what: str) -> Array:
-    """Returns a NumPy or CuPy array over the same memory; see Communicator._native_array."""
-    return communicator._native_array(array, what)
+    """Returns a NumPy or CuPy array over the same memory; see Collectives.native_array."""
+    native: Array = communicator.native_array(array, what)
+    return native
 
 
 def flats_of(communicator: Communicator, natives: Sequence[Array], targets: Sequence[Array]) -> list[Array]:
@@ -107,27 +136,29 @@ def flats_of(communicator: Communicator, natives: Sequence[Array], targets: Sequ
 
 def runs_beside_host(communicator: Communicator) -> bool:
     """Whether reductions run on a GPU, beside the host."""
-    return communicator._runs_beside_host
+    return communicator._backend.on_gpu
 
 
 def check_stream(communicator: Communicator, what: str) -> None:
     """Raises InvalidArgument if the current stream cannot be used: it is capturing a CUDA graph."""
-    communicator._checked_stream(None, what)
+    communicator._backend.checked_stream(None, what)
 
 
 def mark_work(communicator: Communicator) -> Any:
     """Marks the end of the work that is queued on the current stream, for reduce_list(after=)."""
-    return communicator._mark_work()
+    communicator._lifetime.check_usable("a collective")  # in a forked child CUDA's own error would not give the reason
+    return communicator._backend.mark_work()
 
 
 def follow_work(communicator: Communicator, marks: Collection[Any]) -> None:
     """Makes the current stream wait for marked work; see mark_work."""
-    communicator._follow_work(list(marks))
+    communicator._backend.follow_work(marks)
 
 
-def mark_end(communicator: Communicator) -> Completion | None:
-    """Returns the end of the work that is queued on the current stream, for futures; None on the CPU."""
-    return communicator._mark_end()
+def mark_end(communicator: Communicator) -> Work:
+    """Returns the end of the work that is queued on the current stream, for futures."""
+    with communicator._backend.launching(None) as launch:
+        return launch
 
 
 def timeout_seconds(communicator: Communicator) -> float:
@@ -147,7 +178,7 @@ def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: i
 
     Args:
         communicator: the communicator that runs the broadcast.
-        natives: NumPy or CuPy arrays of any layout (see Communicator._native_array). The arrays must be writable,
+        natives: NumPy or CuPy arrays of any layout (see Collectives.native_array). The arrays must be writable,
             except on the root.
         root: the rank whose values all ranks get.
         agreement: the Agreement that describes this collective, for the comparison between the ranks.
@@ -156,16 +187,16 @@ def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: i
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for Communicator.all_reduce.
         NcclError, MpiError, RendezvousError, InvalidArgument: as for Communicator.all_reduce.
     """
-
-    def move(launch: Any) -> None:
+    backend = communicator._backend
+    with communicator._lifetime.turn("broadcast", agreement), backend.launching(None) as launch:
+        if not natives:
+            backend.barrier(agreement)
+            return
         flats = [communicator._arrays.flat(native) for native in natives]
-        communicator._backend.keep(*natives, *flats)
-        communicator._backend.broadcast([flat.view(BYTE) for flat in flats], root, agreement)
+        launch.keep(*natives, *flats)
+        backend.broadcast([flat.view(BYTE) for flat in flats], root, agreement)
         if communicator.rank != root:
             for flat, native in zip(flats, natives, strict=True):
-                communicator._backend.bring_back(flat, native, launch)
-
-    if natives:
-        communicator._run(("broadcast", agreement, move, None, None), None)
-    else:
-        communicator._agree(agreement)
+                launch.write_back(flat, native)
+    if launch.has_host_results:
+        launch.wait()

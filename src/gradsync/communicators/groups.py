@@ -16,11 +16,10 @@ from typing import Any, Literal, Protocol
 from gradsync.communicators.agreement import digest_of
 from gradsync.communicators.backend import Backend
 from gradsync.communicators.failures import CAUSE_SECONDS, await_cause
-from gradsync.communicators.lifetime import Lifetime, RaisedFailures
+from gradsync.communicators.lifetime import Lifetime
 from gradsync.errors import (
     BackendUnavailable,
     CommunicatorClosed,
-    GradsyncError,
     RankFailed,
     RendezvousTimeout,
     describe,
@@ -34,8 +33,6 @@ _CHECK_EVERY_SECONDS = 0.25
 class Member(Protocol):
     """The part of a Communicator that a CommunicatorTree uses."""
 
-    _lifetime: Lifetime
-
     def close(self) -> None:
         """Closes the communicator."""
 
@@ -45,16 +42,10 @@ class CommunicatorTree:
 
     Args:
         name: the name of the world's communicator.
-        raised: the failures that calls of the world's communicators have raised.
-
-    Attributes:
-        local_group: the group of the ranks on this machine; None until comm.py has made it.
     """
 
-    def __init__(self, name: str, raised: RaisedFailures) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.local_group: Any = None
-        self._raised = raised
         self._counts: dict[str, int] = {}
         self._communicators: weakref.WeakSet[Member] = weakref.WeakSet()
 
@@ -68,20 +59,12 @@ class CommunicatorTree:
 
     def add(self, communicator: Member) -> None:
         """Adds a communicator, and keeps a weak reference to it."""
-        communicator._lifetime.raised = self._raised
         self._communicators.add(communicator)
 
     def close(self) -> None:
-        """Closes all communicators of the tree, then raises the first of their errors that no call has raised yet."""
-        self.local_group = None
-        errors = []
+        """Closes all communicators of the tree."""
         for communicator in list(self._communicators):
-            try:
-                communicator.close()
-            except GradsyncError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+            communicator.close()
 
 
 class NonMember:
@@ -116,17 +99,17 @@ class NonMember:
 
 
 @contextmanager
-def reporting_failures(backend: Backend, what: str) -> Iterator[None]:
+def reporting_failures(backend: Backend, lifetime: Lifetime, what: str) -> Iterator[None]:
     """Reports an error of the `with` block to the other ranks, which wait until this rank has made the group.
 
     Args:
-        backend: the backend of the communicator that makes the group.
+        backend, lifetime: those of the communicator that makes the group.
         what: the name of the public method in errors.
     """
     try:
         yield
     except (RankFailed, CommunicatorClosed):
-        backend.lifetime.check_usable(what)  # raises this rank's own failure instead of the server's copy of it
+        lifetime.check_usable(what)  # raises this rank's own failure instead of the server's copy of it
         raise  # not reported, because every member gets this error by itself
     except BaseException as error:
         if backend.client is not None:
@@ -137,11 +120,11 @@ def reporting_failures(backend: Backend, what: str) -> Iterator[None]:
         raise
 
 
-def await_members(backend: Backend, what: str, members: Sequence[int], name: str) -> None:
+def await_members(backend: Backend, lifetime: Lifetime, what: str, members: Sequence[int], name: str) -> None:
     """Waits until all members of a new group have called this function.
 
     Args:
-        backend: the backend of the communicator that makes the group.
+        backend, lifetime: those of the communicator that makes the group.
         what: the name of the public method in errors.
         members: the members' ranks in the communicator of `backend`.
         name: the name of the new group, unique since the last init_process_group().
@@ -166,7 +149,7 @@ def await_members(backend: Backend, what: str, members: Sequence[int], name: str
                 waiting.barrier(waiting.name, timeout_seconds=min(left_seconds, _CHECK_EVERY_SECONDS))
                 return
             except RendezvousTimeout as error:
-                backend.lifetime.check_usable(what)
+                lifetime.check_usable(what)
                 backend.raise_if_ended([backend.ranks.index(rank) for rank in error.missing_ranks])
                 if left_seconds <= _CHECK_EVERY_SECONDS:
                     raise RendezvousTimeout(

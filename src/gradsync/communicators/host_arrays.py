@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators import host_values
-from gradsync.communicators.host_copy import CACHE_LINE_BYTES
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import Array
 
+CACHE_LINE_BYTES = 64
 DLPACK_CPU = 1
 DLPACK_CUDA_HOST = 3  # pinned host memory
 
@@ -29,7 +29,7 @@ class ArrayKind:
     """
 
     def native(self, array: Any, who: str) -> Any:
-        """Returns a NumPy or CuPy array over the same memory as `array`; see Communicator._native_array."""
+        """Returns a NumPy or CuPy array over the same memory as `array`; see Collectives.native_array."""
         return as_host_array(array, who)
 
     def flat(self, native: Any) -> Any:

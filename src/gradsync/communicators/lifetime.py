@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from gradsync.communicators.backend import Backend
+    from gradsync.communicators.messages import Messages
 
 
 class Lifetime:
@@ -45,6 +46,7 @@ class Lifetime:
         label: this rank's name in errors.
         ended_because: the reason why the communicator cannot be used; None while it can be used.
         is_inherited: whether this process was forked, and the communicator belongs to the parent process.
+        messages: the pending messages, which each collective starts first; None if there are none yet.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -56,10 +58,11 @@ class Lifetime:
         self._announcement: tuple[str | None, int | None] | None = None  # what the other ranks have yet to be told
         self._is_closed_only = False  # whether close() alone has ended the communicator
         self._what = ""  # the current collective
-        self._next: tuple[str, Agreement] | None = None
+        self._next: tuple[str, Agreement | None] | None = None
         self._is_released = False
         self.ended_because: str | None = None
         self.is_inherited = False
+        self.messages: Messages | None = None
         self._unraised: BaseException | None = None  # a failure found outside of a collective, for the next call
         with _registering:
             _of_this_process.add(self)
@@ -71,7 +74,7 @@ class Lifetime:
 
     # -- A collective ------------------------------------------------------------------------------------------
 
-    def turn(self, what: str, agreement: Agreement) -> Self:
+    def turn(self, what: str, agreement: Agreement | None) -> Self:
         """Returns the context manager of one collective: `with lifetime.turn("all_reduce", agreement):`.
 
         It locks the communicator, and records the collective. If the collective fails, the communicator ends for all
@@ -79,7 +82,7 @@ class Lifetime:
 
         Args:
             what: the collective's name in errors.
-            agreement: the Agreement that describes this collective.
+            agreement: the Agreement that describes this collective; None: it is not recorded.
 
         Raises:
             InvalidArgument: the caller is a done-callback. __enter__ raises it if another thread runs a collective.
@@ -101,9 +104,12 @@ class Lifetime:
             if self.ended_because is not None:  # checked under the lock: no thread releases the backend meanwhile
                 self.check_usable(what)
             self._what = what
-            self._recorder.begin(agreement)
-        except BaseException:
-            self.__exit__(None, None, None)
+            if agreement is not None:
+                self._recorder.begin(agreement)
+            if self.messages is not None and self.messages.are_waiting:
+                self.messages.start()
+        except BaseException as error:
+            self.__exit__(type(error), error if self._what else None, None)
             raise
 
     def __exit__(
@@ -230,6 +236,8 @@ class Lifetime:
                     self._leave_group()
             finally:
                 self._holder.clear()
+            if self.messages is not None:
+                self.messages.end()
 
     def _leave_group(self) -> None:
         """Closes the rendezvous client of a group, so that this rank leaves the group. The world's client stays open.

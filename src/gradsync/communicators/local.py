@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -50,8 +50,15 @@ class LocalBackend(Backend):
         super().__init__(None, "local", timeout_seconds)
 
     def all_reduce(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
+        self,
+        sources: Sequence[Array],
+        targets: Sequence[Array],
+        op: ReduceOp,
+        agreement: Agreement,
+        factor: float = 1.0,
     ) -> None:
+        if factor != 1.0:
+            self.arrays.multiply_in_place(sources, factor)
         for source, target in zip(sources, targets, strict=True):
             _copy(source, target)
 
@@ -75,15 +82,29 @@ class LocalBackend(Backend):
     ) -> None:
         _copy(source, target)
 
-    def exchange(self, send: Message | None, receive: Message | None) -> None:
-        if send is not None and receive is not None:  # the only rank exchanges with itself
+    def barrier(self, agreement: Agreement) -> None:
+        pass
+
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        awaited: Collection[Message] = (),
+        seconds: float | None = None,
+    ) -> None:
+        for send, receive in zip(sends, receives, strict=True):  # the only rank exchanges with itself
             _copy(send.flat, receive.flat)
+            send.end()
+            receive.end()
 
     def connect_group(self, members: tuple[int, ...], name: str) -> LocalBackend:
         return LocalBackend(self.timeout_seconds)
 
-    def agree(self, agreement: Agreement) -> None:
-        pass  # a rank agrees with itself
+    def announce(self, aborted_because: str | None = None, culprit: int | None = None) -> None:
+        pass  # there is nobody to tell
+
+    def release(self) -> None:
+        pass
 
 
 def _copy(source: Array, target: Array) -> None:

@@ -12,14 +12,17 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement, agreement_on
-from gradsync.communicators.backend import Backend, bounds_of, checked_rank
+from gradsync.communicators.backend import Message, bounds_of, checked_rank
 from gradsync.errors import InvalidArgument, describe
 from gradsync.reduction import Array
+
+if TYPE_CHECKING:
+    from gradsync.communicators.communicator import Communicator
 
 _SHOWN_REFUSALS = 4
 _MAX_REASON_CHARACTERS = 500
@@ -34,19 +37,18 @@ class Objects:
 
     Unpickling can run code of the sender, so all ranks must trust each other.
 
-    All methods raise:
+    All methods raise the errors of Communicator's collectives, and:
         InvalidArgument: an argument is wrong, or an object cannot be pickled or unpickled. If a rank cannot pickle its
-            object, every rank raises this error, which names the rank and the cause. If a rank cannot unpickle an
-            object that it has received, only this rank raises the error. The communicator stays usable.
-        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for Communicator.all_reduce.
-        NcclError, MpiError, RendezvousError: as for Communicator.all_reduce.
+            object, every rank that takes part raises this error, which names the rank and the cause. If a rank cannot
+            unpickle an object that it has received, only this rank raises it. The communicator stays usable.
 
     Args:
-        backend: the communicator's backend.
+        communicator: whose ranks take part.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._backend = communicator._backend
 
     def all_gather(self, obj: Any) -> list[Any]:
         """Returns the objects of all ranks, in rank order.
@@ -71,9 +73,9 @@ class Objects:
             obj: this rank's object.
             root: the rank that gets the objects.
         """
-        return self._gather_for("objects.gather", obj, root)
+        return self.gather_for("objects.gather", obj, root)
 
-    def _gather_for(self, what: str, obj: Any, root: int = 0, argument: str = "root") -> list[Any] | None:
+    def gather_for(self, what: str, obj: Any, root: int = 0, argument: str = "root") -> list[Any] | None:
         """Does the same as gather. Errors name the public function `what`, and its parameter `argument` for `root`."""
         root = checked_rank(self._backend, what, argument, root)
         agreement = agreement_on(what, (), None, f"root {root}")
@@ -112,6 +114,59 @@ class Objects:
         data, _ = self._run(agreement, mine, backend.world_size, sender=root)
         return self._unpickle(data, root, agreement)
 
+    def send(self, obj: Any, dest: int) -> None:
+        """Sends an object to one other rank, which must call objects.recv. Returns when that rank has begun to receive.
+
+        Args:
+            obj: the object.
+            dest: the rank that receives it; it must not be this rank.
+        """
+        dest = checked_rank(self._backend, "objects.send", "dest", dest, is_self_allowed=False)
+        mine = self._parcel([obj])
+        data = mine.pickles[0] if mine.refusal is None else mine.refusal
+        agreement = self._message_agreement(self._backend.rank, dest)
+        size = np.array([len(data) if mine.refusal is None else -len(data)], np.int64)
+        for array in (size.view(np.uint8), np.frombuffer(data, np.uint8)):
+            self._exchange("objects.send", [Message(dest, self._on_device(array), agreement)], [])
+        if mine.refusal is not None:
+            raise self._refused({self._backend.rank: mine.refusal.decode()}, agreement) from mine.cause
+
+    def recv(self, source: int) -> Any:
+        """Returns the object that another rank sends with objects.send.
+
+        Args:
+            source: the rank that sends it; it must not be this rank.
+        """
+        source = checked_rank(self._backend, "objects.recv", "source", source, is_self_allowed=False)
+        agreement = self._message_agreement(source, self._backend.rank)
+        size = np.empty(1, np.int64)
+        self._receive(size.view(np.uint8), source, agreement)
+        data = np.empty(abs(int(size[0])), np.uint8)
+        self._receive(data, source, agreement)
+        if size[0] < 0:
+            raise self._refused({source: data.tobytes().decode()}, agreement)
+        return self._unpickle(data, source, agreement)
+
+    def _receive(self, array: Array, source: int, agreement: Agreement) -> None:
+        arrays = self._backend.arrays
+        viewed = arrays.is_viewed_flat(array)
+        flat = array if viewed else arrays.scratch(array.size, array.dtype)
+        self._exchange("objects.recv", [], [Message(source, flat, agreement, None if viewed else array)])
+
+    def _exchange(self, what: str, sends: list[Message], receives: list[Message]) -> None:
+        [message] = [*sends, *receives]
+        message.mark = self._backend.mark_work()
+        self._communicator._send_and_receive(what, sends, receives, None, None)
+
+    def _on_device(self, array: Array) -> Array:
+        flat: Array = self._backend.arrays.flat(array)
+        return flat
+
+    def _message_agreement(self, sender: int, receiver: int) -> Agreement:
+        ranks = self._backend.ranks
+        way = f"rank {ranks[sender]} to rank {ranks[receiver]}"
+        return agreement_on("objects.send", (), None, way, is_message=True)
+
     def _run(
         self,
         agreement: Agreement,
@@ -137,31 +192,30 @@ class Objects:
         backend, arrays, rank = self._backend, self._backend.arrays, self._backend.rank
         what = agreement.describe().what
         backend.checked_stream(None, what)
-        with backend.lifetime.collective(what, agreement):
+        with self._communicator._lifetime.turn(what, agreement):
+            shared = backend.share_numbers(mine.numbers(count), agreement)
+            is_refused = any(sizes[0] < 0 for sizes in shared)
+            if is_refused:  # all ranks get the reasons instead of the objects
+                sent, root, sender = mine.refusal or b"", None, None
+                shared = [[max(0, -sizes[0])] for sizes in shared]
+            else:
+                sent = mine.pickles[0] if len(mine.pickles) == 1 else b"".join(mine.pickles)
+            bounds = bounds_of(list(map(sum, shared)) if sender is None else shared[sender], 1)
+            size = bounds[-1] if root in (None, rank) else 0
+            data = np.empty(size if sender is None else shared[sender][rank], np.uint8)
             # On the communicator's own stream, so that the host need not wait for the work on the caller's stream.
             with backend.launching(None, []) as launch:
-                shared = backend.share_numbers(mine.numbers(count), agreement)
-                is_refused = any(sizes[0] < 0 for sizes in shared)
-                if is_refused:  # all ranks get the reasons instead of the objects
-                    sent, root, sender = mine.refusal or b"", None, None
-                    shared = [[max(0, -sizes[0])] for sizes in shared]
-                else:
-                    sent = mine.pickles[0] if len(mine.pickles) == 1 else b"".join(mine.pickles)
-                bounds = bounds_of(list(map(sum, shared)) if sender is None else shared[sender], 1)
-                size = bounds[-1] if root in (None, rank) else 0
-                data = np.empty(size if sender is None else shared[sender][rank], np.uint8)
-                source = arrays.flat(np.frombuffer(sent, np.uint8))
+                source = self._on_device(np.frombuffer(sent, np.uint8))
                 target = arrays.flat(data) if arrays.is_viewed_flat(data) else arrays.scratch(data.size, data.dtype)
-                backend.keep(source)
+                launch.keep(source, target)
                 if sender is not None:
                     backend.scatter(source if rank == sender else None, target, bounds, sender, agreement)
                 elif root is None:
                     backend.all_gather(source, target, bounds, agreement)
                 else:
                     backend.gather(source, target if rank == root else None, bounds, root, agreement)
-                backend.bring_back(target, data, launch)
-            if launch is not None:
-                launch.wait()
+                launch.write_back(target, data)
+            launch.wait()
         if is_refused:  # after the collective, because an error within it would end the communicator
             parts = enumerate(pairwise(bounds))
             reasons = {rank: data[begin:end].tobytes().decode() for rank, (begin, end) in parts if end > begin}
