@@ -123,22 +123,19 @@ class Collectives(ABC):
         target = self._checked_target("all_reduce", source, out)
         agreement = agreement_on("all_reduce", source.shape, source.dtype, parsed.value)
 
-        def reduce(launch: Launch, source: Array, target: Array, agreement: Agreement) -> None:
-            def transfer(flat: Array, flat_target: Array) -> None:
-                self._backend.all_reduce([flat], [flat_target], parsed, agreement)
-
-            self._move(launch, source, target, transfer, is_in_place=True)
+        def reduce(flat: Array, flat_target: Array, agreement: Agreement = agreement) -> None:
+            self._backend.all_reduce([flat], [flat_target], parsed, agreement)
 
         def move(launch: Launch) -> None:
             try:
-                if is_fortran(source) and is_fortran(target):  # as they lie
-                    turned = source.T
+                if is_fortran(source) and is_fortran(target):
+                    lying, turned = agreement._replace(layout=_FORTRAN), source.T
                     turned_target = turned if target is source else target.T
-                    reduce(launch, turned, turned_target, agreement._replace(layout=_FORTRAN))
+                    self._move(launch, turned, turned_target, lambda *flats: reduce(*flats, lying), is_in_place=True)
                 else:
-                    reduce(launch, source, target, agreement)
+                    self._move(launch, source, target, reduce, is_in_place=True)
             except LayoutsDiffer:  # on all ranks
-                reduce(launch, source, target, agreement)
+                self._move(launch, source, target, reduce, is_in_place=True)
 
         return self._run("all_reduce", agreement, stream, move, array if out is None else out)
 
@@ -601,8 +598,7 @@ class Collectives(ABC):
             own_part: this rank's part of the larger one of the two arrays; see _flat_source.
         """
         is_one_array = is_in_place and target is source
-        flat: Any = None
-        flat_target: Any = None
+        flat = flat_target = None
         if source is not None:
             flat = self._flat_source(source, None if is_one_array else target, own_part)
             launch.keep(source, flat)

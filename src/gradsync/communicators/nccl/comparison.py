@@ -1,50 +1,58 @@
-"""Compares each collective and message of a communicator through the rendezvous server, before NCCL launches it.
+"""Compares each collective and message through the rendezvous server before it is launched.
 
-NCCL's collectives cannot carry a digest. So the ranks first exchange their digests through the server. If the digests
-differ, every rank raises PlanMismatch before data moves, and the communicator stays usable. All ranks of a communicator
-compare its collectives. For a message, only the sender and the receiver compare.
+NCCL's collectives cannot carry a digest. So the ranks first exchange digest and layout through the server. If they
+differ, nothing is launched, and the communicator stays usable. All ranks compare a collective; its sender and its
+receiver compare a message.
+
+The order of the server's answers is the same on all ranks, so it is the order in which they launch. Otherwise two ranks
+might wait for each other in different messages: NCCL blocks the host until the other rank launches the message too,
+when two ranks have their first contact. Source: NCCL, src/transport.cc, ncclTransportP2pSetup.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from gradsync.communicators.agreement import Agreement, mismatch, on_behalf
-from gradsync.communicators.failures import FailureMonitor, exchange_descriptions, raise_if_left
-from gradsync.errors import PlanMismatch
+from gradsync.communicators.agreement import Agreement, LayoutsDiffer, on_behalf
+from gradsync.communicators.backend import Message
+from gradsync.communicators.failures import FailureMonitor, exchange_mismatch, raise_if_left
+from gradsync.errors import CommunicatorClosed, PlanMismatch, RendezvousTimeout
 from gradsync.rendezvous.client import RendezvousClient
 
-#: The sender and the receiver of messages, by their numbers in the communicator; one of them is this rank.
-Direction = tuple[int, int]
+_ASK_AGAIN_AFTER_SECONDS = 1.0  # then a message asks whether its other rank has closed the communicator
 
 
-class _Comparer:
-    """The ranks that compare, through their client, and the number of their next comparison.
+class Question:
+    """One comparison that has begun.
 
-    Args:
-        client: this rank's connection to the rendezvous server; the client's ranks compare.
-        group: the name of the comparisons, the same on all ranks.
+    Attributes:
+        agreement: what is compared.
+        message: the message, or None for a collective.
+        is_sent: whether this rank sends the message.
+        error: what the comparison has found; None if the ranks agree.
     """
 
-    def __init__(self, client: RendezvousClient, group: str) -> None:
-        self.client = client
-        self.group = group
-        self.number = 0
+    def __init__(self, agreement: Agreement, message: Message | None, is_sent: bool) -> None:
+        self.agreement = agreement
+        self.message = message
+        self.is_sent = is_sent
+        self.error: BaseException | None = None
+        self.is_over = False
 
 
 class Comparison:
-    """Compares the collectives and messages of one communicator.
+    """Compares the collectives and messages of one communicator. One thread at a time may use it.
 
     Args:
         client: this rank's connection to the rendezvous server; the client's ranks are the communicator's ranks.
         group: the communicator's name, the same on all ranks.
         label: this rank's name in errors; errors name other ranks by their world ranks.
-        timeout_seconds: how long a rank waits for the other ranks.
+        timeout_seconds: how long a rank waits for the other ranks of a collective.
         failures: the failures that the server reports.
     """
 
@@ -57,70 +65,49 @@ class Comparison:
         self._timeout_seconds = timeout_seconds
         self._failures = failures
         self._departures = f"nccl/{group}/closed"
-        self._of_all = _Comparer(client, group)
-        self._of_messages: dict[Direction, _Comparer] = {}
+        self._ways: dict[tuple[int, int], RendezvousClient] = {}  # for messages, by sender and receiver
+        self._counts: dict[str, int] = {}  # of the questions so far, by the name of the client
+        self._unsettled = 0  # questions that have begun and that `take` has not returned
+        # The answered questions. The connection adds them as their answers arrive; their threads may wake in any order.
+        self._arrivals: list[Any] = []
+        self._ended: SimpleQueue[Question] = SimpleQueue()
+        self._is_closed = False
 
-    def compare(self, agreement: Agreement) -> None:
-        """Returns when all ranks are about to launch the same collective.
+    def begin(self, agreement: Agreement) -> Question:
+        """Begins to compare a collective. `take` returns its question when all ranks have come."""
+        return self._begin(Question(agreement, None, is_sent=False), self._client)
+
+    def begin_message(self, message: Message, *, is_sent: bool) -> Question:
+        """Begins to compare a message with its other rank; does not wait."""
+        mine = self._client.rank
+        way = (mine, message.peer) if is_sent else (message.peer, mine)
+        if way not in self._ways:
+            self._ways[way] = self._client.group(way, "{}/{}-{}".format(self._group, *way))
+        return self._begin(Question(message.agreement, message, is_sent), self._ways[way])
+
+    def take(self, seconds: float | None) -> Question | None:
+        """Returns the next answered question, in the order of the answers; None if there is none after `seconds`.
+
+        Args:
+            seconds: how long to wait; None: without a limit, since the question of a collective has a deadline.
 
         Raises:
-            PlanMismatch: the ranks are about to launch different collectives.
-            RankFailed, CollectiveTimeout: a rank died, closed the communicator, or did not arrive.
-            RendezvousError: the server is gone.
+            RankFailed, CollectiveTimeout, RendezvousError, ...: a comparison has failed.
         """
-        self._compare(self._of_all, agreement, None)
-
-    def compare_messages(self, agreements: Mapping[Direction, Agreement]) -> Iterator[Direction]:
-        """Compares one or two messages, and yields each direction whose message this rank may launch now.
-
-        The caller launches each message on its own, before it requests the next one: NCCL connects two ranks in the
-        first NCCL group that has a message between them, and both ranks must launch the same messages in that group.
-        Source: NCCL, src/transport.cc, ncclTransportP2pSetup. The call blocks until the other rank launches the message
-        too. So all ranks launch their messages in one order, the order in which the server answers; otherwise ranks
-        might wait for each other in a circle.
-
-        Raises:
-            PlanMismatch: this rank and its peer disagree on a message. The method raises the error after it has yielded
-                the other message, because the peer of the other message waits for it.
-            RankFailed, CollectiveTimeout, RendezvousError: as for `compare`.
-        """
-        if len(agreements) == 1:
-            [(direction, agreement)] = agreements.items()
-            self._compare(self._between(direction), agreement, direction)
-            yield direction
-            return
-        ended: SimpleQueue[tuple[Direction, BaseException | None]] = SimpleQueue()
-        arrivals: list[Any] = []  # in the order of the server's answers; the threads may wake in a different order
-        launching = threading.get_ident()
-
-        # Both are compared at the same time, because other ranks may compare the same messages in a different order.
-        def compare(direction: Direction, agreement: Agreement) -> None:
-            on_behalf.thread = launching
+        while not (self._arrivals and self._arrivals[0].is_over):
             try:
-                self._compare(self._between(direction), agreement, direction, (arrivals, direction))
-                ended.put((direction, None))
-            except BaseException as error:
-                ended.put((direction, error))
-
-        for message in agreements.items():
-            threading.Thread(target=compare, args=message, name="gradsync-nccl-comparison", daemon=True).start()
-        errors: dict[Direction, PlanMismatch | None] = {}
-        given = 0
-        while given < len(agreements):
-            direction, error = ended.get()
-            if error is not None and not isinstance(error, PlanMismatch):
-                raise error  # without waiting for the other answer
-            errors[direction] = error
-            while given < len(arrivals) and arrivals[given] in errors:
-                if errors[arrivals[given]] is None:
-                    yield arrivals[given]
-                given += 1
-        for error in errors.values():
-            if error is not None:
-                raise error
+                question = self._ended.get(seconds != 0, seconds)
+            except Empty:
+                return None
+            question.is_over = True
+            if question.error is not None and not isinstance(question.error, (PlanMismatch, LayoutsDiffer)):
+                raise question.error
+        self._unsettled -= 1
+        first: Question = self._arrivals.pop(0)
+        return first
 
     def announce_closed(self) -> None:
-        """Reports to the server that this rank has closed the communicator, and takes part in no later comparison."""
+        """Tells the server that this rank has closed the communicator, and takes part in no later comparison."""
         self._client.announce_left(self._departures, 0)
 
     def raise_if_closed(self, ranks: Iterable[int] | None = None) -> None:
@@ -130,43 +117,56 @@ class Comparison:
 
     def close(self) -> None:
         """Ends the comparisons of messages."""
-        for between in self._of_messages.values():
-            between.client.close()
+        self._is_closed = True
+        for client in self._ways.values():
+            client.close()
 
-    def _between(self, direction: Direction) -> _Comparer:
-        found = self._of_messages.get(direction)
-        if found is None:
-            client = self._client.group(direction, "{}/{}-{}".format(self._group, *direction))
-            found = self._of_messages[direction] = _Comparer(client, "messages")
-        return found
+    def _begin(self, question: Question, client: RendezvousClient) -> Question:
+        number = self._counts[client.name] = self._counts.get(client.name, 0) + 1
+        self._unsettled += 1
+        ask = partial(self._ask, question, client, number, threading.get_ident())
+        if question.message is None and self._unsettled == 1:
+            ask()
+        else:  # beside this thread, which moves messages on meanwhile
+            threading.Thread(target=ask, name="gradsync-nccl-comparison", daemon=True).start()
+        return question
 
-    def _compare(
-        self,
-        comparer: _Comparer,
-        agreement: Agreement,
-        needed: Iterable[int] | None,
-        arriving: tuple[list[object], object] | None = None,
-    ) -> None:
-        """Compares this rank's digest with the digests of the comparer's other ranks.
+    def _ask(self, question: Question, client: RendezvousClient, number: int, thread: int) -> None:
+        """Compares, and then gives the question to `take`."""
+        before, on_behalf.thread = on_behalf.thread, thread
+        try:
+            question.error = self._compare(question, client, number)
+        except BaseException as error:
+            question.error = error
+        on_behalf.thread = before
+        self._ended.put(question)
 
-        Args:
-            comparer: the ranks that compare.
-            agreement: the digest and the description of this rank's collective or message.
-            needed: the numbers of these ranks in the communicator; None for all ranks.
-            arriving: see RendezvousClient.exchange.
-        """
-        self._failures.check()
-        client, group, number = comparer.client, comparer.group, comparer.number
-        comparer.number += 1
-        # The name has a number, so that a rank that has missed an answer cannot take part in a later comparison.
-        name, digest = f"{group}/compared/{number}", agreement.digest.to_bytes(8, "little")
+    def _compare(self, question: Question, client: RendezvousClient, number: int) -> BaseException | None:
+        """Returns what the ranks disagree on, or None."""
+        agreement, message = question.agreement, question.message
+        value = agreement.digest.to_bytes(8, "little") + agreement.layout.to_bytes(8, "little")
+        name = f"{self._group if message is None else 'messages'}/compared/{number}"
 
         def exchange(seconds: float) -> list[bytes]:
-            return client.exchange(name, digest, timeout_seconds=seconds, arriving=arriving)
+            return client.exchange(name, value, timeout_seconds=seconds, arriving=(self._arrivals, question))
 
-        check = partial(self.raise_if_closed, needed)
-        digests = self._failures.await_answer(exchange, self._timeout_seconds, check)
-        if len(set(digests)) > 1:
-            text = agreement.described().to_text()
-            descriptions = exchange_descriptions(client, group, number, text, client.world_ranks)
-            raise mismatch(self._label, agreement, descriptions)
+        if message is None:
+            values = self._failures.await_answer(exchange, self._timeout_seconds, self.raise_if_closed)
+        else:
+            values = self._await_peer(exchange, message.peer)
+        if len({each[:8] for each in values}) > 1:
+            # A name of its own for each message: the descriptions of the next one would replace those of this one.
+            group = self._group if message is None else f"messages/{number}"
+            return exchange_mismatch(client, group, number, self._label, agreement, client.world_ranks)
+        return None if len(set(values)) == 1 else LayoutsDiffer()
+
+    def _await_peer(self, exchange: Any, peer: int) -> list[bytes]:
+        """Waits for the other rank of a message, without a deadline: who waits for the message has one."""
+        while True:
+            try:
+                values: list[bytes] = exchange(_ASK_AGAIN_AFTER_SECONDS)
+                return values
+            except RendezvousTimeout:
+                if self._is_closed:
+                    raise CommunicatorClosed(f"{self._label}: the communicator was closed before a message") from None
+                self.raise_if_closed([peer])

@@ -1,13 +1,12 @@
 """Launches: collectives on a GPU. The GPU may run a collective after its call has returned.
 
-A Launch keeps the collective's memory alive, checks whether the collective has ended, and copies results to host
+A GpuLaunch keeps the collective's memory alive, checks whether the collective has ended, and copies results to host
 arrays.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import threading
 import time
@@ -20,10 +19,11 @@ import cupy
 import numpy as np
 
 from gradsync.arguments import integer_of
-from gradsync.communicators.backend import Backend
+from gradsync.communicators.backend import Backend, Launch
 from gradsync.communicators.nccl.library import Nccl
 from gradsync.diagnostics import Running, finish
 from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, NcclError, describe
+from gradsync.futures import again, refuse_wait_in_callback
 
 _log = logging.getLogger("gradsync")
 
@@ -85,13 +85,13 @@ class Events:
         return found[1]
 
 
-class Launch:
-    """One collective on a GPU, as a Completion (see futures.py). A Launch ends when the GPU reaches its event `ended`.
+class GpuLaunch(Launch):
+    """One collective or message on a GPU. It ends when the GPU reaches its event `ended`.
 
     Attributes:
         name: the collective's name in errors and logs.
-        has_begun: whether the ranks have agreed on this launch, or on one of its messages, so that NCCL may have begun.
-        peers: the world ranks with which this rank exchanges messages; None for a collective.
+        has_begun: whether the ranks have agreed on it, so that NCCL may have begun.
+        peers: of a message, the world rank of its other rank; None for a collective.
         memory: the arrays that the GPU reads or writes. Without these references, CuPy's pool would reuse the memory
             while a stream still uses it.
         stream, thread: the stream on which the collective runs, and the id of the thread that launched it.
@@ -102,7 +102,6 @@ class Launch:
         seen_started_at: the time at which the watcher found that the collective has begun.
         is_over: whether the collective has ended, or failed.
         error: the collective's failure, or None.
-        has_host_results: see Completion.
         callbacks: the functions to call when the collective has ended or failed.
 
     Args:
@@ -114,13 +113,13 @@ class Launch:
 
     # Nearly every launch keeps these defaults. Class attributes hold the defaults, because setting attributes for each
     # launch would take time.
+    is_done = False  # also later: streams must wait for its end
     has_begun = False
     peers: Sequence[int] | None = None
     recorded: Running | None = None
     seen_started_at: float | None = None
     is_over = False
     error: BaseException | None = None
-    has_host_results = False
     _calls_back = False  # whether callbacks have still to be called; a callback that is added meanwhile runs after them
 
     def __init__(self, backend: Backend, nccl: Nccl, events: Events, stream: Any) -> None:
@@ -141,12 +140,18 @@ class Launch:
 
     # -- While launching -----------------------------------------------------------------------------------------
 
-    def bring_back(self, flat: Any, native: Any) -> None:
-        """Prepares the copy of a device array into the host array `native`.
+    def keep(self, *arrays: Any) -> None:
+        """See Launch."""
+        self.memory += arrays
 
-        The current stream copies the device array to pinned memory. When the collective has ended, the host copies the
-        values from pinned memory into `native`.
+    def write_back(self, flat: Any, native: Any) -> None:
+        """See Launch. A host array gets its values when the GPU has ended: the current stream copies to pinned memory,
+        and the host from there.
         """
+        if not isinstance(native, np.ndarray):
+            self.keep(flat, native)
+            self._backend.arrays.write_back(flat, native)
+            return
         await_results_in(native)  # otherwise an earlier collective could overwrite the new result
         pinned = cupy.cuda.alloc_pinned_memory(max(flat.nbytes, 1))
         staging = np.frombuffer(pinned, np.uint8, flat.nbytes)
@@ -167,16 +172,16 @@ class Launch:
         """Whether the collective still has to write a result to the memory of the given host array."""
         return not self.is_over and any(np.may_share_memory(native, array) for _, native in self._host_results)
 
-    # -- Completion ----------------------------------------------------------------------------------------------
+    # -- Work ----------------------------------------------------------------------------------------------------
 
     def done(self) -> bool:
-        """See Completion."""
+        """See Work."""
         return self.is_over or self._settle()
 
-    def order(self, stream: Any = None) -> None:
-        """See Completion."""
+    def order(self, name: str = "", stream: Any = None, timeout_seconds: float | None = None) -> None:
+        """See Work."""
         if self.has_host_results:
-            self.wait()
+            self._await(name or self.name, timeout_seconds)
         elif self.error is not None or not self.is_over:
             self._raise_error()
             device_id = self._nccl.device_id
@@ -190,7 +195,10 @@ class Launch:
                     raise
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """See Completion."""
+        """See Work."""
+        self._await(self.name, timeout_seconds)
+
+    def _await(self, name: str, timeout_seconds: float | None) -> None:
         seconds = self._backend.timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + seconds
         # If the collective has begun on the GPU, the watcher finds the missing ranks, and every rank gets the same
@@ -198,6 +206,8 @@ class Launch:
         verdict_by = deadline + (_VERDICT_SECONDS if timeout_seconds is None else 0.0)
         checks = 0
         while not self.done():
+            if checks == 0:
+                refuse_wait_in_callback(name)
             checks += 1
             if checks > _CHECKS_WITHOUT_SLEEP:
                 now = time.monotonic()
@@ -208,7 +218,7 @@ class Launch:
         self._raise_error()
 
     def when_done(self, function: Callable[[], None]) -> None:
-        """See Completion."""
+        """See Work."""
         with self._lock:
             if not self.is_over or self._calls_back:
                 self.callbacks.append(function)
@@ -279,8 +289,7 @@ class Launch:
 
     def _raise_error(self) -> None:
         if self.error is not None:
-            self._backend.lifetime.note_raised(self.error)
-            raise copy.copy(self.error)
+            raise again(self.error)
 
     def _call(self, function: Callable[[], None]) -> None:
         try:
@@ -298,7 +307,7 @@ class Launch:
                 self._call(function)
 
 
-_with_host_results: weakref.WeakSet[Launch] = weakref.WeakSet()
+_with_host_results: weakref.WeakSet[GpuLaunch] = weakref.WeakSet()
 _registering = threading.Lock()  # a set must not grow while another thread iterates over it
 
 

@@ -18,13 +18,13 @@ from typing import Any, NoReturn
 import cupy
 import numpy as np
 
-from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.agreement import Agreement, LayoutsDiffer
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
 from gradsync.communicators.failures import FailureMonitor
-from gradsync.communicators.nccl.comparison import Comparison, Direction
+from gradsync.communicators.nccl.comparison import Comparison, Question
 from gradsync.communicators.nccl.device_arrays import DeviceArrays
 from gradsync.communicators.nccl.kernels import FusedPacker, pack_layout
-from gradsync.communicators.nccl.launch import Events, Launch, as_stream, refuse_capturing
+from gradsync.communicators.nccl.launch import Events, GpuLaunch, as_stream, refuse_capturing
 from gradsync.communicators.nccl.library import Nccl
 from gradsync.communicators.nccl.watcher import Watched, await_callbacks
 from gradsync.diagnostics import trace
@@ -37,6 +37,7 @@ _DRAIN_SECONDS = 10.0  # how long close() waits for running collectives
 _WIDENED = {"int16": np.int32, "uint16": np.uint32}
 _REPORT_SECONDS = 1.0  # how long close() waits until the server knows of a failure
 _CALLBACK_SECONDS = 10.0  # how long close() waits for the done-callbacks of collectives that have ended
+_LOOK_SECONDS = 0.25  # how often who waits for a message looks whether the communicator has failed
 
 # The last launch on each device, by any communicator of this process: its end event, its stream, its thread. A
 # collective occupies a part of the GPU while it waits for the other ranks. If collectives of two communicators start in
@@ -66,7 +67,7 @@ class NcclBackend(Backend):
     """
 
     name = "nccl"
-    runs_beside_host = True
+    on_gpu = True
     force_packing = False
     arrays: DeviceArrays
     client: RendezvousClient
@@ -90,8 +91,8 @@ class NcclBackend(Backend):
         self._plain: dict[tuple[Any, ReduceOp], bool] = {}  # by dtype and operator: a few tens of entries
         self._events = Events()
         self._flat: Any = None  # buffer for packed arrays; launches run one after the other, so one buffer is enough
-        self._launch: Launch | None = None  # the launch that is being made, if any
-        self._last: Launch | None = None
+        self._launch: GpuLaunch | None = None  # the launch that is being made, if any
+        self._last: GpuLaunch | None = None
         self._nccl = nccl = Nccl(client, device_id, group, deadline)
         try:
             self._comparison = Comparison(client, group, self.label, timeout_seconds, self._failures)
@@ -106,51 +107,52 @@ class NcclBackend(Backend):
 
     # -- Reductions ----------------------------------------------------------------------------------------------
 
-    def all_reduce(self, sources: Sequence[Any], targets: Sequence[Any], op: ReduceOp, agreement: Agreement) -> None:
-        if len(sources) == 1:
-            self._all_reduce_one(sources[0], targets[0], op, agreement)
-        else:
-            self._all_reduce_list(sources, targets, op, agreement)
-
-    def _all_reduce_one(self, source: Any, target: Any, op: ReduceOp, agreement: Agreement) -> None:
-        end_phase = trace.phases_of(self.recorder)
-        self.agree(agreement)
-        end_phase("waiting")
-        self.keep(source, target)
-        self._reduce_for_all(source, target, op)
-        end_phase("launching")
-
-    def _all_reduce_list(
-        self, sources: Sequence[Any], targets: Sequence[Any], op: ReduceOp, agreement: Agreement
+    def all_reduce(
+        self,
+        sources: Sequence[Any],
+        targets: Sequence[Any],
+        op: ReduceOp,
+        agreement: Agreement,
+        factor: float = 1.0,
     ) -> None:
         end_phase = trace.phases_of(self.recorder)
-        self.agree(agreement)
+        launch = self._agree(agreement)
         end_phase("waiting")
-        self.keep(*sources, *targets)
-        if self.world_size == 1 and not self.force_packing:
+        launch.keep(*sources, *targets)
+        if len(sources) == 1:
+            self._multiply_in_place(sources, factor)
+            self._reduce_for_all(sources[0], targets[0], op)
+            end_phase("launching")
+        elif self.world_size == 1 and not self.force_packing:
             for source, target in zip(sources, targets, strict=True):
                 if target is not source:
                     target[...] = source
-            return
-        flat = self._packed(sources)
-        end_phase("packing")
-        if flat.size:
-            packed = flat.view(sources[0].dtype)
-            self._reduce_for_all(packed, packed, op)
-            end_phase("launching")
-            self._packer.split(flat, targets)
-            end_phase("splitting")
+            self._multiply_in_place(targets, factor)
+        else:
+            flat = self._packed(sources)
+            if flat.size:
+                packed = flat.view(sources[0].dtype)
+                self._multiply_in_place([packed], factor)
+                end_phase("packing")
+                self._reduce_for_all(packed, packed, op)
+                end_phase("launching")
+                self._packer.split(flat, targets)
+                end_phase("splitting")
+
+    def _multiply_in_place(self, flats: Sequence[Any], factor: float) -> None:
+        if factor != 1.0:
+            self.arrays.multiply_in_place(flats, factor)
 
     def reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         if not self._is_plain(source.dtype, op):
             super().reduce(source, target, op, root, agreement)
             return
-        self.agree(agreement)
+        self._agree(agreement)
         if source.size:
             self._nccl.reduce(source, target, op, root)
 
     def reduce_scatter(self, source: Any, target: Any, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
-        self.agree(agreement)
+        self._agree(agreement)
         if _is_complex_product(source.dtype, op):
             product = cupy.empty_like(source)
             self._multiply(source, product)
@@ -222,7 +224,7 @@ class NcclBackend(Backend):
     # -- Movements -----------------------------------------------------------------------------------------------
 
     def broadcast(self, flats: Sequence[Any], root: int, agreement: Agreement) -> None:
-        self.agree(agreement)
+        self._agree(agreement)
         if len(flats) == 1:
             self._nccl.broadcast(flats[0], root)
         elif self.world_size > 1:
@@ -232,7 +234,7 @@ class NcclBackend(Backend):
                 self._packer.split(flat, flats)
 
     def all_gather(self, source: Any, target: Any, bounds: Bounds, agreement: Agreement) -> None:
-        self.agree(agreement)
+        self._agree(agreement)
         if _is_even(bounds):
             self._nccl.all_gather(source, target)
         else:
@@ -247,7 +249,7 @@ class NcclBackend(Backend):
         largest: int,
         agreement: Agreement,
     ) -> None:
-        self.agree(agreement)
+        self._agree(agreement)
         self._move(_parts(source, send_bounds), _parts(target, receive_bounds))
 
     def _move(self, outgoing: dict[int, Any], incoming: dict[int, Any]) -> None:
@@ -261,63 +263,126 @@ class NcclBackend(Backend):
             for peer, part in incoming.items():
                 self._nccl.receive(part, peer)
 
-    def exchange(self, send: Message | None, receive: Message | None) -> None:
-        if send is not None and receive is not None and send.peer == self.rank:
-            _copy_bytes(send.flat, receive.flat)  # no other rank takes part
+    def barrier(self, agreement: Agreement) -> None:
+        if self._launch is None:  # the ranks only compare
+            self._compare(agreement)
             return
-        messages: dict[Direction, Message] = {}
-        if send is not None:
-            messages[self.rank, send.peer] = send
-        if receive is not None:
-            messages[receive.peer, self.rank] = receive
-        launch = self._launch
-        assert launch is not None
-        launch.peers = [self.ranks[message.peer] for message in messages.values()]
-        try:
-            agreements = {direction: message.agreement for direction, message in messages.items()}
-            for direction in self._comparison.compare_messages(agreements):
-                launch.has_begun = True
-                launch.seen_started_at = None  # the time limit begins anew for each message
-                self._watched.call = launch
-                move = self._nccl.send if direction[0] == self.rank else self._nccl.receive
-                move(messages[direction].flat, messages[direction].peer)
-                self._watched.call = None
-        except GradsyncError as error:
-            self._raise_after(error)
+        token = cupy.zeros(1, np.int32)
+        launch = self._agree(agreement)
+        self._nccl.all_reduce(token, token, ReduceOp.SUM)
+        launch.write_back(token, np.zeros(1, np.int32))  # makes the host wait
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         mine = np.array(numbers, np.int64)
         shared = np.empty((self.world_size, mine.size), np.int64)
         # Runs on the communicator's own stream, so that the host need not wait for the work on the caller's stream.
         with self.launching(None, []) as launch:
-            self.agree(agreement)
+            self._agree(agreement)
             source, target = cupy.empty(mine.nbytes, np.uint8), cupy.empty(shared.nbytes, np.uint8)
             source.set(mine.view(np.uint8))
             self._nccl.all_gather(source, target)
-            launch.bring_back(target, shared)
+            launch.write_back(target, shared)
         launch.wait()
         numbers_by_rank: list[list[int]] = shared.tolist()
         return numbers_by_rank
 
+    # -- Messages ------------------------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        awaited: Collection[Message] = (),
+        seconds: float | None = None,
+    ) -> None:
+        self._watched.raise_failure()
+        to_self = [message for message in sends if message.peer == self.rank]
+        from_self = [message for message in receives if message.peer == self.rank]
+        for send, receive in zip(to_self, from_self, strict=True):
+            self._copy_message(send, receive)
+        for messages, is_sent in ((sends, True), (receives, False)):
+            for message in messages:
+                if message.peer != self.rank:
+                    self._comparison.begin_message(message, is_sent=is_sent)
+        try:
+            self._move_on(0.0)
+            self._await_messages(awaited, seconds)
+        except GradsyncError as error:
+            self._raise_after(error)
+
+    def _await_messages(self, awaited: Collection[Message], seconds: float | None) -> None:
+        """Moves messages on until the awaited ones are over, or for `seconds`."""
+        began = time.monotonic()
+        while missing := [self.ranks[message.peer] for message in awaited if not message.is_over]:
+            waited_seconds = time.monotonic() - began
+            left_seconds = (self.timeout_seconds if seconds is None else seconds) - waited_seconds
+            if left_seconds <= 0.0:
+                if seconds is None:
+                    self._failures.time_out(waited_seconds, missing)
+                return
+            self._failures.warn(waited_seconds, missing)
+            self._move_on(min(left_seconds, _LOOK_SECONDS))
+            self._watched.raise_failure()
+
+    def _move_on(self, seconds: float) -> None:
+        """Launches the messages whose ranks have agreed; waits for the first of them at most `seconds`."""
+        question = self._comparison.take(seconds)
+        while question is not None:
+            self._settle(question)
+            question = self._comparison.take(0.0)
+
+    def _settle(self, question: Question) -> None:
+        """Launches a message, or ends it if its two ranks disagree."""
+        message = question.message
+        assert message is not None  # collectives are taken by _agree
+        if question.error is not None:
+            message.end(question.error)
+            return
+        with _Launching(self, None, [message.mark], message) as launch:
+            launch.keep(message.flat)
+            self._begin(launch)
+            move = self._nccl.send if question.is_sent else self._nccl.receive
+            move(message.flat, message.peer)
+            message.end(work=launch)
+
+    def _copy_message(self, send: Message, receive: Message) -> None:
+        """Moves a message from this rank to itself."""
+        with _Launching(self, None, [send.mark, receive.mark], receive) as launch:
+            launch.keep(send.flat, receive.flat)
+            _copy_bytes(send.flat, receive.flat)
+            for message in (send, receive):
+                message.end(work=launch)
+
     # -- Agreement -----------------------------------------------------------------------------------------------
 
-    def agree(self, agreement: Agreement) -> None:
-        self._watched.raise_failure()
+    def _agree(self, agreement: Agreement) -> GpuLaunch:
+        """Compares the collective that is being launched."""
         launch = self._launch
-        if self.world_size > 1:
-            self._watched.call = None  # the comparison has a deadline of its own
-            try:
-                self._comparison.compare(agreement)
-            except GradsyncError as error:
-                self._raise_after(error)
-        if launch is not None:  # set before any call of NCCL, because the call may block
-            launch.has_begun = True
-            self._watched.call = launch
+        assert launch is not None
+        self._compare(agreement)
+        self._begin(launch)
+        return launch
 
-    def barrier(self, agreement: Agreement) -> None:
-        token = cupy.zeros(1, np.int32)
-        self.all_reduce([token], [token], ReduceOp.SUM, agreement)
-        self.bring_back(token, np.zeros(1, np.int32), self._launch)  # makes the host wait
+    def _compare(self, agreement: Agreement) -> None:
+        """Compares a collective. Messages on which the ranks have agreed before are launched before it."""
+        self._watched.raise_failure()
+        if self.world_size == 1:
+            return
+        self._watched.call = None  # the comparison has a deadline of its own
+        try:
+            own = self._comparison.begin(agreement)
+            while (question := self._comparison.take(None)) is not own:
+                assert question is not None
+                self._settle(question)
+            if own.error is not None:
+                raise own.error
+        except GradsyncError as error:
+            self._raise_after(error)
+
+    def _begin(self, launch: GpuLaunch) -> None:
+        """Is called before any call of NCCL, because the call may block."""
+        launch.has_begun = True
+        self._watched.call = launch
 
     def _raise_after(self, error: GradsyncError) -> NoReturn:
         """Raises an error, or the failure that ended the communicator and so caused the error."""
@@ -330,18 +395,6 @@ class NcclBackend(Backend):
 
     # -- Memory --------------------------------------------------------------------------------------------------
 
-    def keep(self, *arrays: Any) -> None:
-        """Keeps references to arrays until the current launch has ended."""
-        if self._launch is not None:
-            self._launch.memory += arrays
-
-    def bring_back(self, flat: Any, native: Any, launch: Any) -> None:
-        if isinstance(native, np.ndarray):
-            launch.bring_back(flat, native)
-        else:
-            self.keep(flat, native)
-            self.arrays.write_back(flat, native)
-
     def _packed(self, arrays: Sequence[Any]) -> Any:
         """Packs arrays into the flat buffer, and returns the used part of the buffer. Enlarges the buffer if needed."""
         size_bytes = pack_layout(tuple([array.nbytes for array in arrays])).total_bytes
@@ -351,25 +404,25 @@ class NcclBackend(Backend):
             self._flat = cupy.zeros(size_bytes, np.uint8)
         flat = self._flat[:size_bytes]
         if size_bytes:
-            self.keep(flat)
+            assert self._launch is not None
+            self._launch.keep(flat)
             self._packer.pack(arrays, flat)
         return flat
 
     # -- Launching, groups and the end ---------------------------------------------------------------------------
 
-    def mark_work(self) -> Any:
-        if self.lifetime.is_inherited:  # in a forked child; CUDA's own error would not give this reason
-            raise self.lifetime.ended_error("a collective")
+    def mark_work(self, stream: Any = None) -> Any:
         with self._device:
-            return self._events.mark(cupy.cuda.get_current_stream())
+            current = cupy.cuda.get_current_stream()
+            mark = self._events.mark(current)
+            if stream is None or stream is current:
+                return mark
+            stream.wait_event(mark)
+            return self._events.mark(stream)
 
-    def follow_work(self, marks: Sequence[Any]) -> None:
+    def follow_work(self, marks: Collection[Any]) -> None:
         with self._device:
             _follow(cupy.cuda.get_current_stream(), marks)
-
-    def await_threads(self) -> None:
-        self._watched.await_reported(_REPORT_SECONDS)
-        await_callbacks(_CALLBACK_SECONDS)
 
     def connect_group(self, members: tuple[int, ...], name: str) -> NcclBackend:
         client, seconds = self.client.group(members, name), self.timeout_seconds
@@ -390,16 +443,16 @@ class NcclBackend(Backend):
             refuse_capturing(checked, self.label, what)
         return checked
 
-    def launching(self, stream: Any, producers: Collection[Any] | None = None) -> _Launching:
+    def launching(self, stream: Any, after: Collection[Any] | None = None) -> _Launching:
         self._watched.raise_failure()
-        return _Launching(self, stream, producers)
+        return _Launching(self, stream, after)
 
-    def announce_close(self) -> None:
-        self._comparison.announce_closed()
-
-    def announce_abort(self, reason: str, culprit: int | None) -> None:
-        aborted = CommunicatorClosed(f"{self.label}: the communicator was aborted: {reason}")
-        self._watched.abort(self._failures.failure() or aborted, reason, culprit)
+    def announce(self, aborted_because: str | None = None, culprit: int | None = None) -> None:
+        if aborted_because is None:
+            self._comparison.announce_closed()
+            return
+        aborted = CommunicatorClosed(f"{self.label}: the communicator was aborted: {aborted_because}")
+        self._watched.abort(self._failures.failure() or aborted, aborted_because, culprit)
 
     def raise_if_ended(self, missing: list[int]) -> None:
         self._watched.raise_failure()
@@ -407,48 +460,64 @@ class NcclBackend(Backend):
 
     def release(self) -> None:
         if not self._watched.has_failed():
-            self.drain()
+            self._await_last()
             self._watched.reap()  # so that the recorder has the end of every launch
         self._watched.stop()
         self._comparison.close()
         if not self._watched.has_failed():
             self._nccl.destroy()
 
-    def drain(self) -> GradsyncError | None:
+    def drain(self) -> None:
+        self._await_last()
+        self._watched.await_reported(_REPORT_SECONDS)
+        await_callbacks(_CALLBACK_SECONDS)
+
+    def _await_last(self) -> None:
+        """Waits a limited time for launched work; ends the communicator if that does not end."""
         try:
             if self._last is not None:
                 self._last.wait(_DRAIN_SECONDS)
-        except GradsyncError as error:
-            if isinstance(error, CollectiveTimeout):
-                self._watched.abort(error, describe(error))
-            return error
-        return None
+        except CollectiveTimeout as error:
+            if self._watched.abort(error, describe(error)):
+                self.fail(error)
+        except GradsyncError:
+            pass  # it has ended the communicator
 
 
 class _Launching:
-    """A context manager for one launch: orders the launch after other work, records its end, and raises failures."""
+    """A context manager for one launch: orders the launch after other work, records its end, and raises failures.
 
-    def __init__(self, backend: NcclBackend, stream: Any, producers: Collection[Any] | None) -> None:
+    Args:
+        backend: the communicator's backend.
+        stream, after: see Backend.launching.
+        message: the message that is launched; None for a collective. It may be launched within the context of a
+            collective, which then comes after it.
+    """
+
+    def __init__(
+        self, backend: NcclBackend, stream: Any, after: Collection[Any] | None, message: Message | None = None
+    ) -> None:
         self._backend = backend
         self._stream = stream
-        self._producers = producers
+        self._after = after
+        self._message = message
         self._entered: list[Any] = []  # CuPy's device and stream contexts, which _leave exits
 
-    def __enter__(self) -> Launch:
+    def __enter__(self) -> GpuLaunch:
         backend = self._backend
         try:
             if cupy.cuda.runtime.getDevice() != backend._nccl.device_id:
                 self._enter(backend._device)
             current = where = cupy.cuda.get_current_stream()
-            if self._producers is not None:
+            if self._after is not None:
                 where = backend._stream
-                _follow(where, self._producers)
+                _follow(where, self._after)
             elif self._stream is not None:
                 where = self._stream
                 # When gradsync converts an array of another library, only the current stream waits for the work that
                 # computes the array. So this launch's stream must wait for the current stream.
                 where.wait_event(backend._events.mark(current))
-            self.launch = launch = Launch(backend, backend._nccl, backend._events, where)
+            self.launch = launch = GpuLaunch(backend, backend._nccl, backend._events, where)
             last = _last_on_device.get(backend._nccl.device_id)
             # The threads are compared too: Stream.ptds is one object, but a different stream in each thread.
             if last is not None and (last[1] is not where or last[2] != launch.thread):
@@ -459,8 +528,11 @@ class _Launching:
         except BaseException as error:
             self._leave(error)
             raise
+        if self._message is not None:
+            launch.peers = [backend.ranks[self._message.peer]]
+            launch.recorded = [backend.recorder.begun, self._message.agreement, time.monotonic(), None, False]
         self._results_on = backend.arrays.results_on
-        backend.arrays.results_on = None if self._producers is None else current
+        backend.arrays.results_on = None if self._after is None else current
         self._outer, backend._launch = backend._launch, launch
         return launch
 
@@ -473,10 +545,11 @@ class _Launching:
     ) -> None:
         backend, launch = self._backend, self.launch
         try:
-            # If there are two messages, one may have been launched before the other message's mismatch.
-            if launch.has_begun or not isinstance(error, PlanMismatch):
+            if launch.has_begun or not isinstance(error, (PlanMismatch, LayoutsDiffer)):
                 launch.record_end()
-                if self._outer is None:  # otherwise this launch is part of the outer launch's collective
+                if self._outer is not None:
+                    self._outer.stream.wait_event(launch.ended)
+                elif self._message is None:
                     launch.recorded = backend.recorder.hand_over()
                 backend._last = launch
                 _last_on_device[backend._nccl.device_id] = launch.ended, launch.stream, launch.thread

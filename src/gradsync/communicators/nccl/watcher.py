@@ -8,7 +8,6 @@ callback delays the watcher.
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 import time
@@ -24,11 +23,11 @@ import cupy
 from gradsync.communicators.agreement import on_behalf
 from gradsync.communicators.backend import Backend
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
-from gradsync.communicators.nccl.launch import CUDA_SUCCESS, Launch
+from gradsync.communicators.nccl.launch import CUDA_SUCCESS, GpuLaunch
 from gradsync.communicators.nccl.library import Nccl
 from gradsync.diagnostics import Entry
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
-from gradsync.futures import is_in_callback
+from gradsync.futures import again, is_in_callback
 from gradsync.rendezvous.client import RendezvousClient
 
 _IDLE_SECONDS = 0.05
@@ -56,7 +55,7 @@ class Watched:
 
     def __init__(self, backend: Backend, nccl: Nccl, failures: FailureMonitor) -> None:
         assert backend.client is not None
-        self.call: Launch | None = None
+        self.call: GpuLaunch | None = None
         self.failure: BaseException | None = None
         self._backend = weakref.ref(backend)
         self._client = backend.client
@@ -64,7 +63,7 @@ class Watched:
         self._timeout_seconds = backend.timeout_seconds
         self._nccl = nccl
         self._failures = failures
-        self._running: deque[Launch] = deque()
+        self._running: deque[GpuLaunch] = deque()
         self._reaped_above = _LEFT_TO_WATCHER
         self._device_failure: NcclError | None = None  # the error of a launch that has ended
         self._kept: list[tuple[Any, list[Any]]] = []  # the event `ended` and the memory of each failed launch
@@ -73,7 +72,7 @@ class Watched:
         self._stopped = False
         _watch(self)
 
-    def add(self, launch: Launch) -> None:
+    def add(self, launch: GpuLaunch) -> None:
         """Adds a launch to the watcher. If the watcher has many launches, removes launches that have ended."""
         with self._lock:
             self._running.append(launch)  # now, so that a signal handler that fails the communicator ends this launch
@@ -113,7 +112,7 @@ class Watched:
         for launch in failed:
             self._drop(launch)
 
-    def _drop(self, launch: Launch) -> None:
+    def _drop(self, launch: GpuLaunch) -> None:
         """Passes the callbacks of a launch that has ended to the thread of the callbacks.
 
         If the launch has failed, also keeps its memory, because the GPU may still use it. ncclCommAbort waits for
@@ -130,9 +129,7 @@ class Watched:
     def raise_failure(self) -> None:
         """Raises the error that has broken the communicator, if it is broken."""
         if self.failure is not None:
-            if (backend := self._backend()) is not None:
-                backend.lifetime.note_raised(self.failure)
-            raise copy.copy(self.failure)
+            raise again(self.failure)
 
     def has_failed(self) -> bool:
         """Whether the communicator has failed. If another thread is recording a failure, waits for that thread."""
@@ -146,9 +143,9 @@ class Watched:
         own = isinstance(error, (CollectiveTimeout, NcclError)) and self._failures.failure() is None
         backend = self._backend()
         if backend is not None and self.abort(error, describe(error) if own else None):
-            lifetime = getattr(backend, "lifetime", None)  # None before the Communicator is made
-            if lifetime is not None:
-                lifetime.fail(error)
+            fail = getattr(backend, "fail", None)  # None before the Communicator is made
+            if fail is not None:
+                fail(error)
 
     def abort(self, error: BaseException, reason: str | None, culprit: int | None = None) -> bool:
         """Breaks the communicator, and ends its launches, with an error. Returns False if it was broken before.
@@ -241,7 +238,7 @@ class Watched:
             if launch is not None:
                 self._check_launch(launch, time.monotonic())
 
-    def _check_launch(self, launch: Launch, now: float) -> None:
+    def _check_launch(self, launch: GpuLaunch, now: float) -> None:
         """Reports to the server, which logs a warning, that a launch or its NCCL call takes long.
 
         After the deadline, raises an error; if there are several ranks, the server chooses the same error for all of
