@@ -49,6 +49,7 @@ import cloudpickle
 import pytest
 
 import gradsync as gs
+from gradsync import backends, errors
 from gradsync.rendezvous.server import RendezvousServer  # as gradsync's launcher hosts it: rank 0 may die as any other
 from real_cupy import harness as cupy_over_host_memory
 
@@ -96,6 +97,7 @@ def _mpiexec() -> str:
 PLACES = {
     "local": Place({"backend": "local"}),
     "shm": Place({"backend": "shm"}),
+    "pipes": Place({"backend": "pipes"}, folders=(str(TESTS / "backends"),)),
     "fake": Place({"backend": "nccl"}, {"FAKE_CUPY_DEVICES": "8"}, folders=(str(TESTS / "fake_cupy"),)),
     "mpi": Place({"backend": "mpi"}, command=lambda size: [_mpiexec(), "-n", str(size)], mark="mpi"),
     "cupy": Place({"backend": "nccl"}, new_python=cupy_over_host_memory.environment, mark="cupy"),
@@ -104,10 +106,10 @@ PLACES = {
 
 #: What each communicator does is tested on these, with their numbers of ranks; SEVERAL: where there are others;
 #: ALSO_ALONE: for what a world of one does in a way of its own. The fake costs most, and its third rank finds little: a
-#: few tests have one.
-EVERYWHERE = {"local": (1,), "shm": (2, 3), "fake": (2,), "mpi": (1, 2, 3)}
+#: few tests have one. "pipes" is the backend of docs/architecture.md: what is right for it alone is in the front.
+EVERYWHERE = {"local": (1,), "shm": (2, 3), "pipes": (2,), "fake": (2,), "mpi": (1, 2, 3)}
 ALSO_ALONE = EVERYWHERE | {"shm": (1, 2, 3), "fake": (1, 2)}
-SEVERAL = {"shm": (2, 3), "fake": (2,), "mpi": (2, 3)}
+SEVERAL = {"shm": (2, 3), "pipes": (2,), "fake": (2,), "mpi": (2, 3)}
 THREE_OF_FAKE = {"fake": (1, 2, 3)}
 ON_GPU = {"gpu": (1, 2)}
 
@@ -331,6 +333,7 @@ def serve(
 ) -> None:
     """Joins the others, and calls what comes, until there is no more or a call fails."""
     os.environ.update(environment)
+    _add_pipes()
     sys.path[:0] = [*folders, str(TESTS.parent)]  # what is pickled may be of the module tests.folder.test_file
     pipe = socket.socket(socket.AF_UNIX)
     pipe.connect(path)
@@ -350,6 +353,12 @@ def serve(
             connection.send((comm.rank, None, ""))
             _serve(connection, comm)
     gs.destroy_process_group()  # one that a body has begun: multiprocessing ends without Python's atexit
+
+
+def _add_pipes() -> None:
+    """As if pipe_backend were an installed package: its lines are not the user's."""
+    backends.TABLE["pipes"] = backends.BackendRow("pipe_backend")
+    errors._PACKAGES = (*errors._PACKAGES, "pipe_backend.py")
 
 
 def _serve(connection: Connection, comm: Any) -> None:

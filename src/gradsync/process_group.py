@@ -25,7 +25,7 @@ from gradsync.arguments import (
     refuse_words,
 )
 from gradsync.backend_choice import agree_on_backend, choose_before_joining, connect
-from gradsync.backends import BACKENDS, TABLE, unknown_backend
+from gradsync.backends import TABLE, unknown_backend
 from gradsync.bucketing import take_forgotten
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.groups import NonMember
@@ -155,7 +155,7 @@ def init_process_group(
     if get_initial_world() is not None:
         raise InvalidArgument("the process group is initialised already: call gs.destroy_process_group() first")
     forget_earlier_error()
-    if backend not in BACKENDS:
+    if backend != "auto" and backend not in TABLE:
         raise InvalidArgument(unknown_backend(backend))
     if backend == "auto":
         backend = overriding_backend() or BACKEND.read()
