@@ -135,6 +135,21 @@ def check_operation(op: ReduceOp, dtype: np.dtype[Any]) -> None:
         raise UnsupportedDtype(f"{op.value} is not defined for dtype {dtype.name}: use one of {allowed}")
 
 
+def operator_for(op: str | ReduceOp, dtype: np.dtype[Any]) -> ReduceOp:
+    """Returns the operator, after checking that the dtype supports it; raises as parse() and check_operation()."""
+    try:
+        return _operator_for(op, dtype)
+    except TypeError:  # not hashable, and so no operator
+        return ReduceOp.parse(op)
+
+
+@lru_cache(maxsize=256)
+def _operator_for(op: str | ReduceOp, dtype: np.dtype[Any]) -> ReduceOp:
+    parsed = ReduceOp.parse(op)
+    check_operation(parsed, dtype)
+    return parsed
+
+
 def dtype_of(name: str) -> np.dtype[Any]:
     """Returns the dtype with this name.
 

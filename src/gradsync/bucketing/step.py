@@ -224,7 +224,7 @@ class Step:
 
     def _take_up(self, communicator: Communicator) -> None:
         options = self._options
-        self._plan, self._memory, self._results, self._results_end = None, None, {}, None
+        self._plan, self._memory, self._results, self._results_end = None, None, {}, DONE
         self._known = {}
         self._divergence = Divergence(options.check_every, options.diverged == "raise", communicator)
         self.unread = None
@@ -477,7 +477,7 @@ class Step:
                 assert self._divergence is not None
                 self._divergence.end_step(is_used=self._total_weight != 0.0 and not self.skip_step)
             else:
-                work: Work = DONE
+                work = DONE
                 compare(communicator, self._events.of("flush of a step without gradients"))
             self.statistics.communication_seconds += time.perf_counter() - began
             if trace.active is not None and self._grads:

@@ -28,7 +28,6 @@ from gradsync.communicators.agreement import (
 from gradsync.communicators.backend import (
     Backend,
     Bounds,
-    Launch,
     Message,
     Shape,
     bounds_of,
@@ -40,7 +39,7 @@ from gradsync.communicators.lifetime import Lifetime
 from gradsync.communicators.messages import Messages
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.futures import Work
-from gradsync.reduction import Array, ReduceOp, check_operation
+from gradsync.reduction import Array, ReduceOp, operator_for
 from gradsync.removed import refuse_removed
 
 BYTE = np.dtype(np.uint8)
@@ -121,23 +120,23 @@ class Collectives(ABC):
         """
         source, parsed = self._checked_reduction("all_reduce", array, op)
         target = self._checked_target("all_reduce", source, out)
-        agreement = agreement_on("all_reduce", source.shape, source.dtype, parsed.value)
+        agreement = agreement_on("all_reduce", source.shape, source.dtype, parsed._value_)
+        given = array if out is None else out
 
-        def reduce(flat: Array, flat_target: Array, agreement: Agreement = agreement) -> None:
-            self._backend.all_reduce([flat], [flat_target], parsed, agreement)
+        def run(source: Array, target: Array, agreement: Agreement) -> Any:
+            def reduce(flat: Array, flat_target: Array) -> None:
+                self._backend.all_reduce([flat], [flat_target], parsed, agreement)
 
-        def move(launch: Launch) -> None:
-            try:
-                if is_fortran(source) and is_fortran(target):
-                    lying, turned = agreement._replace(layout=_FORTRAN), source.T
-                    turned_target = turned if target is source else target.T
-                    self._move(launch, turned, turned_target, lambda *flats: reduce(*flats, lying), is_in_place=True)
-                else:
-                    self._move(launch, source, target, reduce, is_in_place=True)
-            except LayoutsDiffer:  # on all ranks
-                self._move(launch, source, target, reduce, is_in_place=True)
+            return self._run("all_reduce", agreement, stream, source, target, reduce, given, is_in_place=True)
 
-        return self._run("all_reduce", agreement, stream, move, array if out is None else out)
+        try:
+            if is_fortran(source) and is_fortran(target):  # as they lie
+                turned = source.T
+                turned_target = turned if target is source else target.T
+                return run(turned, turned_target, agreement._replace(layout=_FORTRAN))
+            return run(source, target, agreement)
+        except LayoutsDiffer:  # on all ranks
+            return run(source, target, agreement)
 
     def reduce(
         self, array: Any, op: str | ReduceOp = "sum", root: int = 0, *, out: Any = None, stream: Any = None
@@ -161,15 +160,13 @@ class Collectives(ABC):
         root = checked_rank(self._backend, "reduce", "root", root)
         is_root = self.rank == root
         target = self._checked_target("reduce", source, out) if is_root else None
-        agreement = agreement_on("reduce", source.shape, source.dtype, f"{parsed.value}, root {root}")
+        agreement = agreement_on("reduce", source.shape, source.dtype, f"{parsed._value_}, root {root}")
 
         def reduce(flat: Array, flat_target: Array | None) -> None:
             self._backend.reduce(flat, flat_target, parsed, root, agreement)
 
-        def move(launch: Launch) -> None:
-            self._move(launch, source, target, reduce, is_in_place=True)
-
-        return self._run("reduce", agreement, stream, move, (array if out is None else out) if is_root else None)
+        given = (array if out is None else out) if is_root else None
+        return self._run("reduce", agreement, stream, source, target, reduce, given, is_in_place=True)
 
     def reduce_scatter(
         self,
@@ -200,19 +197,15 @@ class Collectives(ABC):
         source, parsed = self._checked_reduction("reduce_scatter", array, op)
         of_ranks = self._checked_division("reduce_scatter", "sizes", sizes, source.shape[0] if source.shape else 1)
         parts = _parts(source.shape, of_ranks, source.dtype.itemsize, self.rank)
-        detail = parsed.value if sizes is None else f"{parsed.value}, rows {list(of_ranks)}"
+        detail = parsed._value_ if sizes is None else f"{parsed._value_}, rows {list(of_ranks)}"
         agreement = agreement_on("reduce_scatter", source.shape, source.dtype, detail)
         target = None if out is None else self._checked_out("reduce_scatter", out, parts.part_shape, source.dtype)
 
         def reduce(flat: Array, flat_target: Array) -> None:
             self._backend.reduce_scatter(flat, flat_target, parts.bounds, parsed, agreement)
 
-        def move(launch: Launch) -> Any:
-            result = self._arrays.empty(parts.part_shape, source.dtype, source) if target is None else target
-            self._move(launch, source, result, reduce, own_part=parts.own_bytes)
-            return result if out is None else out
-
-        return self._run("reduce_scatter", agreement, stream, move)
+        shape, own = parts.part_shape, parts.own_bytes
+        return self._run("reduce_scatter", agreement, stream, source, target, reduce, out, shape=shape, own_part=own)
 
     # -- Collectives without arithmetic. Rows are along the first axis; a 0-d array is one row -------------------
 
@@ -238,10 +231,8 @@ class Collectives(ABC):
         def copy(flat: Array, _: Array | None) -> None:
             self._backend.broadcast([flat.view(BYTE)], root, agreement)
 
-        def move(launch: Launch) -> None:
-            self._move(launch, native, None if self.rank == root else native, copy, is_in_place=True)
-
-        return self._run("broadcast", agreement, stream, move, array)
+        target = None if self.rank == root else native
+        return self._run("broadcast", agreement, stream, native, target, copy, array, is_in_place=True)
 
     def all_gather(self, array: Any, *, sizes: Sequence[int] | None = None, out: Any = None, stream: Any = None) -> Any:
         """Concatenates the arrays of all ranks along the first axis, in rank order; every rank gets the result.
@@ -316,7 +307,7 @@ class Collectives(ABC):
             agreement = agreement_on(what, (ROWS, *rest), source.dtype, f"{detail}, {to_root}" if to_root else detail)
         parts = _parts(source.shape, of_ranks, source.dtype.itemsize, self.rank)
         target = None if out is None else self._checked_out(what, out, parts.shape, source.dtype)
-        has_result = root in (None, self.rank)
+        shape = parts.shape if root in (None, self.rank) else None
 
         def gather(flat: Array, flat_target: Array | None) -> None:
             data, room = flat.view(BYTE), None if flat_target is None else flat_target.view(BYTE)
@@ -325,14 +316,7 @@ class Collectives(ABC):
             elif room is not None:
                 self._backend.all_gather(data, room, parts.byte_bounds, agreement)
 
-        def move(launch: Launch) -> Any:
-            result = target
-            if result is None and has_result:
-                result = self._arrays.empty(parts.shape, source.dtype, source)
-            self._move(launch, source, result, gather, own_part=parts.own_bytes)
-            return result if out is None else out
-
-        return self._run(what, agreement, stream, move)
+        return self._run(what, agreement, stream, source, target, gather, out, shape=shape, own_part=parts.own_bytes)
 
     def scatter(
         self,
@@ -386,12 +370,7 @@ class Collectives(ABC):
             data = None if flat is None else flat.view(BYTE)
             self._backend.scatter(data, flat_target.view(BYTE), parts.byte_bounds, root, agreement)
 
-        def move(launch: Launch) -> Any:
-            result = self._arrays.empty(parts.part_shape, model.dtype, model) if target is None else target
-            self._move(launch, source, result, scatter)
-            return result if out is None else out
-
-        return self._run("scatter", agreement, stream, move)
+        return self._run("scatter", agreement, stream, source, target, scatter, out, shape=parts.part_shape)
 
     def all_to_all(
         self,
@@ -444,12 +423,7 @@ class Collectives(ABC):
                 flat.view(BYTE), flat_target.view(BYTE), *bounds, largest * sent.row_bytes, agreement
             )
 
-        def move(launch: Launch) -> Any:
-            result = self._arrays.empty(received.shape, source.dtype, source) if target is None else target
-            self._move(launch, source, result, exchange)
-            return result if out is None else out
-
-        return self._run(what, agreement, stream, move)
+        return self._run(what, agreement, stream, source, target, exchange, out, shape=received.shape)
 
     def _compare_sizes(self, sending: Sequence[int], receiving: Sequence[int], agreement: Agreement) -> int:
         """Compares what each rank sends with what the others expect, and returns the largest number of rows.
@@ -471,7 +445,7 @@ class Collectives(ABC):
     def barrier(self) -> Any:
         """Waits until every rank has called this method."""
         agreement = agreement_on("barrier", (), None, "")
-        return self._run("barrier", agreement, None, lambda _: self._backend.barrier(agreement))
+        return self._run("barrier", agreement, None, None, None, lambda *_: self._backend.barrier(agreement))
 
     # -- Messages between two ranks: they are received in the order of sending; there are no tags ----------------
 
@@ -561,7 +535,18 @@ class Collectives(ABC):
     # -- Running -------------------------------------------------------------------------------------------------
 
     def _run(
-        self, what: str, agreement: Agreement, stream: Any, move: Callable[[Launch], Any], result: Any = None
+        self,
+        what: str,
+        agreement: Agreement,
+        stream: Any,
+        source: Array | None,
+        target: Array | None,
+        transfer: Callable[[Any, Any], None],
+        given: Any = None,
+        *,
+        shape: Shape | None = None,
+        is_in_place: bool = False,
+        own_part: slice | None = None,
     ) -> Any:
         """Runs a collective whose arguments have been checked.
 
@@ -569,45 +554,34 @@ class Collectives(ABC):
             what: the collective's name in errors.
             agreement: the description of the call.
             stream: the caller's stream.
-            move: a function that calls the backend: move(launch). What it returns is the result if `result` is None.
-            result: what the collective gives.
-        """
-        stream = self._backend.checked_stream(stream, what)
-        after = self._after(stream)
-        with self._lifetime.turn(what, agreement), self._backend.launching(stream, after) as launch:
-            made = move(launch)
-        return self._finish(what, launch, made if result is None else result)
-
-    def _move(
-        self,
-        launch: Launch,
-        source: Array | None,
-        target: Array | None,
-        transfer: Callable[..., None],
-        *,
-        is_in_place: bool = False,
-        own_part: slice | None = None,
-    ) -> None:
-        """Calls transfer(flat source, flat target), and copies the result to the target where that is no view.
-
-        Args:
-            launch: the run of the collective.
-            source, target: arrays that `native_array` has returned; None if this rank has none.
-            transfer: calls the backend.
+            source: the array to send, as native_array has returned it; None if this rank sends nothing.
+            target: the array for the result, likewise; None if there is no such array yet: see `shape`.
+            transfer: calls the backend: transfer(flat source, flat target).
+            given: the caller's array for the result, which the call returns; None: it returns the target.
+            shape: if `target` is None, the shape of a new array for the result; None if this rank gets no result.
             is_in_place: whether the backend may write the result over the source, if the target is the source.
             own_part: this rank's part of the larger one of the two arrays; see _flat_source.
         """
-        is_one_array = is_in_place and target is source
-        flat = flat_target = None
-        if source is not None:
-            flat = self._flat_source(source, None if is_one_array else target, own_part)
-            launch.keep(source, flat)
-        if target is not None:
-            flat_target = flat if is_one_array else self._flat_target(target)
-            launch.keep(target, flat_target)
-        transfer(flat, flat_target)
-        if target is not None:
-            launch.write_back(flat_target, target)
+        backend, arrays, after = self._backend, self._arrays, None
+        if backend.on_gpu:
+            stream = backend.checked_stream(stream, what)
+            after = self._after(stream)
+        with self._lifetime.turn(what, agreement), backend.launching(stream, after) as launch:
+            if target is None and shape is not None and source is not None:
+                target = arrays.empty(shape, source.dtype, source)
+            is_one_array = is_in_place and target is source
+            flat: Any = None
+            flat_target: Any = None
+            if source is not None:
+                flat = self._flat_source(source, None if is_one_array else target, own_part)
+            if target is not None:
+                flat_target = flat if is_one_array else self._flat_target(target)
+            if backend.on_gpu:
+                launch.keep(*[array for array in (source, flat, target, flat_target) if array is not None])
+            transfer(flat, flat_target)
+            if target is not None and not arrays.is_viewed_flat(target):
+                launch.write_back(flat_target, target)
+        return self._finish(what, launch, target if given is None else given)
 
     # -- Checks --------------------------------------------------------------------------------------------------
 
@@ -630,11 +604,9 @@ class Collectives(ABC):
         """Returns the array (see native_array) and the operator, which the array's dtype supports."""
         source = self.native_array(array, what)
         try:
-            parsed = ReduceOp.parse(op)
-            check_operation(parsed, source.dtype)
+            return source, operator_for(op, source.dtype)
         except (InvalidArgument, UnsupportedDtype) as error:
             raise type(error)(f"{self.label}: {what}: {error}") from None
-        return source, parsed
 
     def _checked_target(self, what: str, source: Array, out: Any) -> Array:
         """Returns the array for the result (see native_array): the caller's `out`, or the source if `out` is None."""
@@ -645,6 +617,8 @@ class Collectives(ABC):
 
     def _check_writable(self, what: str, target: Array, name: str = "array", remedy: str = "pass out=") -> None:
         """Raises InvalidArgument, with the advice `remedy`, if the collective cannot write to the argument `name`."""
+        if type(target) is np.ndarray and target.flags.carray:  # nearly always
+            return
         if not self._arrays.writeable(target):
             flaw = "is read-only"
         elif overlaps_itself(target):

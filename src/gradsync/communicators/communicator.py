@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from gradsync.arguments import integer_of
-from gradsync.communicators.agreement import agreement_on, digest_of
+from gradsync.communicators.agreement import LayoutsDiffer, agreement_on, digest_of
 from gradsync.communicators.backend import Backend, Launch, Message
 from gradsync.communicators.collectives import Collectives
 from gradsync.communicators.groups import CommunicatorTree, NonMember, await_members, listed, reporting_failures
@@ -319,7 +319,7 @@ class Asynchronous(Collectives):
     def _run(self, what: str, *args: Any, **kwargs: Any) -> Any:
         try:
             return super()._run(what, *args, **kwargs)
-        except InvalidArgument:  # of this rank alone: nothing has begun
+        except (InvalidArgument, LayoutsDiffer):  # the first: of this rank alone, nothing has begun
             raise
         except Exception as error:
             return FailedFuture(f"{self.label}: {what}", error)

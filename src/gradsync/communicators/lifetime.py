@@ -15,7 +15,7 @@ from threading import get_ident
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.agreement import Agreement, LayoutsDiffer
 from gradsync.diagnostics import FlightRecorder
 from gradsync.errors import (
     CollectiveTimeout,
@@ -25,7 +25,7 @@ from gradsync.errors import (
     RankFailed,
     headline,
 )
-from gradsync.futures import refuse_in_callback
+from gradsync.futures import refuse_in_callback, this_thread
 
 if TYPE_CHECKING:
     from typing import Self
@@ -95,7 +95,8 @@ class Lifetime:
     def __enter__(self) -> None:
         assert self._next is not None
         (what, agreement), mine = self._next, (get_ident(), sys._getframe(1))
-        refuse_in_callback(self.label, what)
+        if this_thread.callbacks:
+            refuse_in_callback(self.label, what)
         if self._holder.setdefault(None, mine) is not mine:
             self._free_interrupted()
             if self._holder.setdefault(None, mine) is not mine:
@@ -106,7 +107,7 @@ class Lifetime:
             self._what = what
             if agreement is not None:
                 self._recorder.begin(agreement)
-            if self.messages is not None and self.messages.are_waiting:
+            if self.messages is not None and self.messages.unstarted:
                 self.messages.start()
         except BaseException as error:
             self.__exit__(type(error), error if self._what else None, None)
@@ -115,7 +116,7 @@ class Lifetime:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, PlanMismatch):
+        if error is not None and not isinstance(error, (PlanMismatch, LayoutsDiffer)):  # all ranks raise these
             self._abort_inside(headline(error), culprit_of(error))
         self._what = ""
         self._recorder.end(error is not None)

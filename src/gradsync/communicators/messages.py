@@ -25,12 +25,15 @@ class Messages:
     Args:
         backend: the communicator's backend.
         lifetime: the communicator's lifetime, which starts the messages at each call.
+
+    Attributes:
+        unstarted: the messages that no call has started, sends and receives, by asynchronous call.
     """
 
     def __init__(self, backend: Backend, lifetime: Lifetime) -> None:
         self._backend = backend
         self._lifetime = lifetime
-        self._unstarted: list[tuple[Sequence[Message], Sequence[Message]]] = []
+        self.unstarted: list[tuple[Sequence[Message], Sequence[Message]]] = []
         self._begun: list[Message] = []  # that may not be over
         lifetime.messages = self
 
@@ -38,17 +41,12 @@ class Messages:
         """Adds messages, which the next blocking call starts."""
         self._begun = [message for message in self._begun if not message.is_over]
         self._begun += [*sends, *receives]
-        self._unstarted.append((sends, receives))
+        self.unstarted.append((sends, receives))
         return MessageWork(self, [*sends, *receives])
-
-    @property
-    def are_waiting(self) -> bool:
-        """Whether there are messages that no call has started."""
-        return bool(self._unstarted)
 
     def start(self) -> None:
         """Hands all that wait to the backend. Call it within a turn of the communicator."""
-        groups, self._unstarted = self._unstarted, []
+        groups, self.unstarted = self.unstarted, []
         sends = [message for of_call, _ in groups for message in of_call]
         receives = [message for _, of_call in groups for message in of_call]
         self._backend.exchange(sends, receives)
@@ -71,7 +69,7 @@ class Messages:
 
     def end(self) -> None:
         """Fails the messages that are not over, because the communicator has ended."""
-        left, self._begun, self._unstarted = self._begun, [], []
+        left, self._begun, self.unstarted = self._begun, [], []
         for message in left:
             if not message.is_over:
                 try:
