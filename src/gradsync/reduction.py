@@ -137,10 +137,7 @@ def check_operation(op: ReduceOp, dtype: np.dtype[Any]) -> None:
 
 def operator_for(op: str | ReduceOp, dtype: np.dtype[Any]) -> ReduceOp:
     """Returns the operator, after checking that the dtype supports it; raises as parse() and check_operation()."""
-    try:
-        return _operator_for(op, dtype)
-    except TypeError:  # not hashable, and so no operator
-        return ReduceOp.parse(op)
+    return _operator_for(op, dtype) if isinstance(op, str) else ReduceOp.parse(op)
 
 
 @lru_cache(maxsize=256)
