@@ -467,6 +467,8 @@ class GradientFuture(CollectiveFuture):
             PlanMismatch, RankFailed, ...: the reduction failed with this error.
         """
         value = self._ready_value("numpy()")
+        if not self._work.done():
+            refuse_wait_in_callback(self.name)
         self._work.order(self.name)
         in_host_memory = value.get() if hasattr(value, "get") else value
         self._work.wait()  # raises if the reduction was aborted

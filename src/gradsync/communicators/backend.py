@@ -331,7 +331,10 @@ class Backend(ABC):
         """Makes the current stream wait for marked work."""
 
     def drain(self) -> None:
-        """Waits a limited time for launched work and its done-callbacks; the first step of close()."""
+        """Waits a limited time for launched work, its done-callbacks, and until the server knows of a failure.
+
+        It is the first step of close(), also after the communicator has ended.
+        """
 
 
 def checked_rank(backend: Backend, what: str, name: str, rank: object, *, is_self_allowed: bool = True) -> int:

@@ -248,6 +248,7 @@ class Communicator(Collectives):
         """
         if not self.closed:
             self._messages.wait_for_all()
+        if not self._lifetime.is_inherited:
             self._backend.drain()
         self._lifetime.close()
 
