@@ -25,6 +25,7 @@ from gradsync.errors import (
     GradsyncError,
     InvalidArgument,
     caller,
+    describe,
 )
 from gradsync.machine import Latch
 
@@ -412,7 +413,9 @@ class FailedFuture(CollectiveFuture):
 
     def __del__(self) -> None:
         if not self._was_read:
-            _log.error("%s failed, and the program has not read its future: %s", self.name, self.exception())
+            error = self.exception()
+            assert error is not None
+            _log.error("%s failed, and the program has not read its future: %s", self.name, describe(error))
 
 
 class GradientFuture(CollectiveFuture):

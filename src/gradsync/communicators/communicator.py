@@ -190,6 +190,7 @@ class Communicator(Collectives):
         For gradsync's own use. Every rank must call it, with lists of equal length.
         """
         agreement = agreement_on(what, (), None, "")
+        self._backend.checked_stream(None, what)
         with self._lifetime.turn(what, agreement):
             return self._backend.share_numbers(numbers, agreement)
 

@@ -89,6 +89,7 @@ def exchange_numbers(
     communicator: Communicator, what: str, numbers: Sequence[int], agreement: Agreement
 ) -> list[list[int]]:
     """Compares the agreement, and returns the 64-bit integers of each rank. Every rank must call it."""
+    check_stream(communicator, what)
     with communicator._lifetime.turn(what, agreement):
         return communicator._backend.share_numbers(numbers, agreement)
 
@@ -188,6 +189,7 @@ def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: i
         NcclError, MpiError, RendezvousError, InvalidArgument: as for Communicator.all_reduce.
     """
     backend = communicator._backend
+    check_stream(communicator, "broadcast")
     with communicator._lifetime.turn("broadcast", agreement), backend.launching(None) as launch:
         if not natives:
             backend.barrier(agreement)
