@@ -63,7 +63,7 @@ _context.set_forkserver_preload(
     [
         *("numpy", "numpy.random", "pytest", "ml_dtypes", "cloudpickle", "ranks", "arrays", "gradsync.__main__"),
         *("gradsync.process_group", "gradsync.bucketing.callback", "gradsync.bucketing.trees", "gradsync.consistency"),
-        *("gradsync.communicators.shared_memory.shm_backend", "gradsync.communicators.local"),
+        *("gradsync.communicators.shared_memory.backend", "gradsync.communicators.local"),
     ]
 )
 

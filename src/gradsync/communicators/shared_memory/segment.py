@@ -1,73 +1,122 @@
-"""The shared memory of the ranks on one host: an anonymous memfd, which all ranks open.
+"""The memory of the ranks of one host: an anonymous memfd, which all of them open.
 
-A memfd has no name, so nothing remains after all processes were killed. A small /dev/shm does not limit the size of a
-memfd. The first rank creates the memfd. The other ranks open the memfd through the first rank's folder in /proc. The
-kernel permits this to processes of the same user, and to privileged processes. The first rank sends the number of the
-file descriptor through the authenticated rendezvous. Source: UCX shares memory in the same way, see its option
-UCX_POSIX_USE_PROC_LINK.
+A memfd has no name, so nothing remains after all processes were killed, and /dev/shm does not limit it. The first rank
+creates it. The others open it through the first rank's folder in /proc, which the kernel permits to processes of the
+same user, and check that it is what the first rank's ticket says. The ticket comes through the authenticated
+rendezvous. Source: UCX shares memory in the same way, see its option UCX_POSIX_USE_PROC_LINK.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import platform
 import sys
-from collections.abc import Callable
 
-from gradsync.errors import BackendUnavailable
+from gradsync.errors import BackendUnavailable, RankFailed
 from gradsync.machine import available_memory_bytes, machine_identity
+from gradsync.rendezvous.client import RendezvousClient
 
+_NAME = "gradsync"
 _MADV_POPULATE_WRITE = 23  # from Linux's mman.h; not in Python's mmap
+_MAX_REASON_BYTES = 256  # the server limits what all ranks together send in an exchange
+
+
+def share_memory(client: RendezvousClient, key: str, part_bytes: int, timeout_seconds: float) -> mmap.mmap:
+    """Returns memory with a part for each member of the client. Every member must call this function.
+
+    Each rank allocates its own part, which then lies on its NUMA node. All ranks say so before any of them writes: a
+    write would allocate the page, and kill the process (SIGBUS) if there is no memory.
+
+    Args:
+        client: this rank's client of the rendezvous server.
+        key: a name that no earlier call of this generation has used.
+        part_bytes: the size of each part, in whole pages; the same on all ranks.
+        timeout_seconds: how long this rank waits for the others, twice.
+
+    Raises:
+        BackendUnavailable: this rank cannot make, open, allocate or map the memory.
+        RankFailed: another rank cannot, or died.
+        RendezvousTimeout: another rank did not come in time.
+        CollectiveTimeout, RendezvousError: the world has failed, or the connection to the server was lost.
+    """
+    rank, refusal = client.rank, None
+    with contextlib.ExitStack() as closing:  # the first rank's descriptor stays open until all have opened it
+        ticket = b""
+        try:
+            if rank == 0:
+                descriptor = create_segment(client.world_size * part_bytes)
+                closing.callback(os.close, descriptor)
+                ticket = _ticket_of(descriptor)
+        except BackendUnavailable as error:
+            refusal = error
+        ticket = client.exchange(f"{key}/ticket", ticket, timeout_seconds=timeout_seconds)[0]
+        try:
+            if ticket and rank > 0:
+                descriptor = _open_segment(ticket)
+                closing.callback(os.close, descriptor)
+            if ticket:
+                _allocate(descriptor, rank * part_bytes, part_bytes)
+                mapping = _map(descriptor)
+        except BackendUnavailable as error:
+            refusal = error
+        reason = str(refusal or "").encode()[:_MAX_REASON_BYTES]
+        reasons = client.exchange(f"{key}/ready", reason, timeout_seconds=timeout_seconds)
+    if refusal is not None:
+        raise refusal
+    for other, reason in enumerate(reasons):
+        if reason:
+            number, text = client.world_ranks[other], reason.decode(errors="replace")
+            raise RankFailed(f"{client.label}: rank {number} cannot share memory: {text}", rank=number, phase="joining")
+    with contextlib.suppress(OSError):  # Linux before 5.14: the pages are mapped at their first use, which is slower
+        mapping.madvise(_MADV_POPULATE_WRITE)
+    return mapping
 
 
 def create_segment(size_bytes: int) -> int:
-    """Makes shared memory that is filled with zeros, and returns its file descriptor.
-
-    The memory is allocated before its first use, so that a lack of memory is an error, and not a SIGBUS at the first
-    access. /dev/shm does not limit the size of a memfd, and if a memfd uses all memory, the kernel kills processes. So
-    _reserve() first checks the kernel's estimate of the available memory.
-
-    Args:
-        size_bytes: the size of the memory in bytes.
+    """Makes shared memory of zeros, none of it allocated yet, and returns its file descriptor.
 
     Raises:
         BackendUnavailable: the kernel has no memfd, or there is not enough memory.
     """
+    _check_available(size_bytes)
     try:
-        descriptor = os.memfd_create("gradsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError) as error:
         raise BackendUnavailable(f"shared memory needs memfd_create (Linux 3.17 or newer): {error}") from error
     try:
         os.ftruncate(descriptor, size_bytes)
-        _reserve(descriptor, size_bytes)
         # If a peer truncated the memory, the other processes would be killed by SIGBUS.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as error:
         os.close(descriptor)
         raise _cannot_allocate(size_bytes, error) from error
-    except BackendUnavailable:
-        os.close(descriptor)
-        raise
     return descriptor
 
 
-def _reserve(descriptor: int, size_bytes: int) -> None:
-    """Allocates a segment, but does not create its page table entries.
+def check_allocation(size_bytes: int) -> None:
+    """Raises BackendUnavailable if this process cannot allocate shared memory of this size now."""
+    descriptor = create_segment(size_bytes)
+    try:
+        _allocate(descriptor, 0, size_bytes)
+    finally:
+        os.close(descriptor)
 
-    Raises:
-        BackendUnavailable: there is not enough memory.
-    """
+
+def _allocate(descriptor: int, begin: int, size_bytes: int) -> None:
+    """Allocates a part, on the NUMA node of the calling thread."""
     _check_available(size_bytes)
     try:
-        os.posix_fallocate(descriptor, 0, size_bytes)
+        os.posix_fallocate(descriptor, begin, size_bytes)
     except OSError as error:
         raise _cannot_allocate(size_bytes, error) from error
 
 
 def _check_available(size_bytes: int) -> None:
+    """Asks the kernel's estimate first: if shared memory uses up all memory, the kernel kills processes."""
     available_bytes = available_memory_bytes()
     if size_bytes > available_bytes:
         raise BackendUnavailable(
@@ -80,102 +129,63 @@ def _cannot_allocate(size_bytes: int, error: OSError) -> BackendUnavailable:
     return BackendUnavailable(f"cannot allocate {size_bytes} bytes of shared memory: {kind}")
 
 
-def map_segment(descriptor: int) -> mmap.mmap:
-    """Maps the whole segment for reading and writing, and closes the descriptor.
-
-    Args:
-        descriptor: the segment's file descriptor.
-
-    Raises:
-        BackendUnavailable: the address space of this process has no room for the segment.
-    """
+def _map(descriptor: int) -> mmap.mmap:
     try:
         return mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=mmap.MAP_SHARED)
-    except OSError as error:
+    except OSError as error:  # the address space has no room
         raise BackendUnavailable(f"cannot map the shared memory: {error}") from error
-    finally:
-        os.close(descriptor)
 
 
-def populate(mapping: mmap.mmap, begin: int, end: int) -> None:
-    """Makes the kernel create the page table entries of the bytes [begin, end) now.
+def _identity(descriptor: int) -> str:
+    """Returns what no other open file has at this time: the name, device, inode and size."""
+    found = os.fstat(descriptor)
+    return f"{os.readlink(f'/proc/self/fd/{descriptor}')} {found.st_dev} {found.st_ino} {found.st_size}"
 
-    Otherwise the kernel creates the page table entries at the first access, during a collective, and this can take
-    longer than the collective itself. Do not call this function for memory that may never be used, because the call
-    takes time at the start of a rank.
-    """
-    begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
+
+def _ticket_of(descriptor: int) -> bytes:
+    """Returns the text from which `_open_segment` finds a segment of this process."""
     try:
-        mapping.madvise(_MADV_POPULATE_WRITE, begin, end - begin)
-    except OSError:  # Linux before 5.14
-        for page in range(begin, end, mmap.PAGESIZE):
-            mapping[page]
+        _check_proc()
+        identity = _identity(descriptor)
+    except OSError as error:
+        raise _cannot_open(error) from error
+    return f"{machine_identity()}\n{os.getpid()}\n{descriptor}\n{identity}".encode()
 
 
-def share_segment(
-    make: Callable[[], int] | None, broadcast: Callable[[bytes], bytes], await_all: Callable[[], None]
-) -> int:
-    """Shares memory of the first rank with the other ranks. Every rank must call this function.
-
-    Args:
-        make: on the first rank, a function that makes the shared memory and returns its file descriptor. On the other
-            ranks, None.
-        broadcast: a function; broadcast(data) returns the data of the first rank, on every rank.
-        await_all: a function that returns when all ranks have called it.
-
-    Returns:
-        This rank's file descriptor of the memory.
-
-    Raises:
-        BackendUnavailable: the first rank could not make the memory, or this rank could not open it.
-    """
-    if make is not None:
-        try:
-            descriptor = make()
-        except BackendUnavailable:
-            broadcast(b"")
-            raise
-    else:
-        ticket = broadcast(b"")
-        if not ticket:
-            raise BackendUnavailable("the first rank could not make the shared memory")
-        try:
-            descriptor = open_segment(ticket)
-        except BackendUnavailable:
-            await_all()  # the other ranks wait for this rank
-            raise
-    try:
-        if make is not None:
-            broadcast(ticket_of(descriptor))
-        await_all()  # the first rank keeps its descriptor open until all ranks have opened the memory
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def ticket_of(descriptor: int) -> bytes:
-    """Returns the text from which `open_segment` in another process finds a segment of this process."""
-    return f"{machine_identity()}\n{os.getpid()}\n{descriptor}".encode()
-
-
-def open_segment(ticket: bytes) -> int:
+def _open_segment(ticket: bytes) -> int:
     """Opens the segment of another process, and returns this process's file descriptor.
 
     Raises:
         BackendUnavailable: the other process is not on this host, does not see the same processes, is gone, or belongs
             to a different user.
     """
-    machine, pid, descriptor = ticket.decode().split("\n")
+    machine, pid, number, identity = ticket.decode().split("\n")
     try:
         if not machine or machine != machine_identity():
             raise OSError("that rank runs on another host, or in a container that hides its processes")
-        return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        _check_proc()
+        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if _identity(descriptor) != identity:
+                raise OSError(f"/proc/{pid}/fd/{number} is another file than that of the first rank")
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
     except OSError as error:
-        raise BackendUnavailable(
-            "shared memory needs all ranks on one host, in one pid namespace (of Docker containers: --pid=host); "
-            f"the memory of the first rank of this group cannot be opened from here: {error}"
-        ) from error
+        raise _cannot_open(error) from error
+
+
+def _check_proc() -> None:
+    if os.readlink("/proc/self") != str(os.getpid()):
+        raise OSError("the /proc of this process belongs to another pid namespace")
+
+
+def _cannot_open(error: OSError) -> BackendUnavailable:
+    return BackendUnavailable(
+        "shared memory needs all ranks on one host, in one pid namespace with its own /proc (of Docker containers: "
+        f"--pid=host); the memory of the first rank of this group cannot be opened from here: {error}"
+    )
 
 
 def check_platform() -> None:

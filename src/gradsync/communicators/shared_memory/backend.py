@@ -1,0 +1,201 @@
+"""The shared-memory backend: the ranks of one host exchange NumPy arrays through memory that all of them map.
+
+kernels.py moves the bytes, segment.py gets the memory, peers.py knows how other ranks end, messages.py keeps messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Collection, Sequence
+
+from gradsync.communicators.agreement import Agreement, LayoutsDiffer
+from gradsync.communicators.backend import Backend, Bounds, Message
+from gradsync.communicators.failures import FailureMonitor, exchange_mismatch
+from gradsync.communicators.shared_memory import kernels
+from gradsync.communicators.shared_memory.messages import CHECK_SECONDS, Messages
+from gradsync.communicators.shared_memory.peers import ANY_ROUND, Peers
+from gradsync.communicators.shared_memory.segment import check_allocation, check_platform, share_memory
+from gradsync.diagnostics import trace
+from gradsync.environment import RankEnvironment, WorldSettings
+from gradsync.errors import BackendUnavailable
+from gradsync.machine import begin_on_core
+from gradsync.reduction import Array, ReduceOp
+from gradsync.rendezvous.client import RendezvousClient
+
+# A chunk of a large list fills a slot. Larger ones do not fit into the cache; smaller ones need more rounds.
+_WORLD_SLOT_BYTES = 512 * 1024
+_GROUP_SLOT_BYTES = 256 * 1024  # a program may have many groups
+_MESSAGE_CHECK_SECONDS = 50e-6  # how often a rank that waits in a collective moves its messages on
+
+
+class ShmBackend(Backend):
+    """The backend for ranks on one Linux x86-64 host, which share memory.
+
+    Args:
+        mapping: the memory of all ranks, from share_memory.
+        slot_bytes: see kernels.Shared.
+        client, group, timeout_seconds: see Backend.
+    """
+
+    name = "shm"
+
+    client: RendezvousClient
+
+    def __init__(
+        self, mapping: mmap.mmap, slot_bytes: int, client: RendezvousClient, group: str, timeout_seconds: float
+    ) -> None:
+        super().__init__(client, group, timeout_seconds)
+        self._mapping = mapping
+        self._shared = kernels.Shared(mapping, self.rank, self.world_size, slot_bytes)
+        self._failures = FailureMonitor(client, self.recorder)
+        self._peers = Peers(self._shared, self.ranks, self.label, timeout_seconds, self._failures)
+        self._messages = Messages(self._shared, self._peers, self.ranks, self.label, self._failures)
+        # If the program drops a group without closing it, other ranks may still wait in a collective of this group.
+        self._when_dropped = weakref.finalize(self, _announce_dropped, self._peers, os.getpid())
+        self._when_dropped.atexit = False
+
+    # -- Collectives -------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self,
+        sources: Sequence[Array],
+        targets: Sequence[Array],
+        op: ReduceOp,
+        agreement: Agreement,
+        factor: float = 1.0,
+    ) -> None:
+        phase = trace.phases_of(self.recorder)
+        self._run(kernels.all_reduce, agreement, sources, targets, op, factor, phase)
+
+    def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
+        result = source[:0] if target is None else target
+        self.reduce_scatter(source, result, self.only_part(root, source.size), op, agreement)
+
+    def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
+        self._run(kernels.reduce_scatter, agreement, source, target, bounds, op)
+
+    def broadcast(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
+        self._run(kernels.broadcast, agreement, flats, root)
+
+    def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
+        self._run(kernels.all_gather, agreement, source, target, bounds)
+
+    def all_to_all(
+        self,
+        source: Array,
+        target: Array,
+        send_bounds: Bounds,
+        receive_bounds: Bounds,
+        largest: int,
+        agreement: Agreement,
+    ) -> None:
+        self._run(kernels.all_to_all, agreement, source, target, send_bounds, receive_bounds, largest)
+
+    def barrier(self, agreement: Agreement) -> None:
+        self._run(kernels.meet, agreement)
+
+    def _run(self, kernel: Callable[..., int], agreement: Agreement, *arguments: object) -> None:
+        """Runs a kernel, which compares the digests of all ranks before it changes an array."""
+        if self._failures.has_failed():  # looked up here because a short wait ends before the kernel calls check
+            self._failures.check()
+        result = kernel(self._shared, *arguments, agreement.digest, agreement.layout, self._check)
+        if result == kernels.LAYOUTS_DIFFER:
+            raise LayoutsDiffer
+        if result == kernels.DIGESTS_DIFFER:
+            number, group = self._shared.rounds, self._failures.group
+            raise exchange_mismatch(self.client, group, number, self.label, agreement, self.ranks)
+
+    def _check(self) -> float:
+        """Moves messages on, and looks for failures, while this rank waits in the barrier; see kernels.py."""
+        has_moved = self._messages.advance()
+        self._peers.look_in_round()
+        if self._messages.is_idle:
+            return CHECK_SECONDS
+        return 0.0 if has_moved else _MESSAGE_CHECK_SECONDS
+
+    # -- Messages ----------------------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        awaited: Collection[Message] = (),
+        seconds: float | None = None,
+    ) -> None:
+        if self._failures.has_failed():
+            self._failures.check()
+        self._messages.exchange(sends, receives, awaited, seconds)
+
+    # -- Groups and the end ------------------------------------------------------------------------------------
+
+    def connect_group(self, members: tuple[int, ...], name: str) -> ShmBackend:
+        client, seconds = self.client.group(members, name), self.timeout_seconds
+        return _connect(client, name, _GROUP_SLOT_BYTES, seconds, seconds)
+
+    def announce(self, aborted_because: str | None = None, culprit: int | None = None) -> None:
+        if aborted_because is None:
+            self._peers.announce_closed()
+        else:
+            self._peers.announce_abort(aborted_because, culprit)
+
+    def raise_if_ended(self, missing: list[int]) -> None:
+        with contextlib.suppress(ValueError):  # another thread has released the memory; the next check raises
+            self._peers.look(lambda: missing, 0.0, ANY_ROUND)
+
+    def release(self) -> None:
+        self._when_dropped.detach()
+        # The memory is freed now, and not by a later garbage collection. A view in a traceback keeps it until it goes.
+        self._messages.release()
+        self._shared.release()
+        with contextlib.suppress(BufferError):
+            self._mapping.close()
+        del self._mapping
+
+
+def _announce_dropped(peers: Peers, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child shares the memory with its parent, which still uses the communicator
+        peers.announce_closed()
+
+
+# -- Connecting: the functions of BackendModule -----------------------------------------------------------------------
+
+
+def check(_place: RankEnvironment) -> None:
+    """Raises BackendUnavailable if this machine does not run Linux on x86-64; see BackendModule."""
+    check_platform()
+
+
+def offer(settings: WorldSettings) -> str:
+    """Raises BackendUnavailable if shared memory cannot connect the ranks; see BackendModule."""
+    place = settings.place
+    check(place)
+    if place.local_world_size != place.world_size:
+        raise BackendUnavailable(
+            "shared memory needs all ranks on one host; "
+            f"{place.local_world_size} of {place.world_size} ranks are on this host"
+        )
+    if place.rank == 0:  # for all
+        check_allocation(place.world_size * kernels.part_bytes(place.world_size, _WORLD_SLOT_BYTES))
+    return ""
+
+
+def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> ShmBackend:
+    """Returns this rank's backend; see BackendModule, and share_memory for the errors."""
+    return _connect(
+        client, group, _WORLD_SLOT_BYTES, settings.timeout_seconds, settings.collective_timeout_seconds
+    )
+
+
+def _connect(
+    client: RendezvousClient, group: str, slot_bytes: int, timeout_seconds: float, collective_timeout_seconds: float
+) -> ShmBackend:
+    check_platform()
+    # The kernel may have moved several ranks to one core while they joined, so each rank now begins on a core of its
+    # own, and allocates its memory there. By the world rank, because all groups use the same cores.
+    begin_on_core(client.world_ranks[client.rank])
+    part_bytes = kernels.part_bytes(client.world_size, slot_bytes)
+    mapping = share_memory(client, f"shm/{group}", part_bytes, timeout_seconds)
+    return ShmBackend(mapping, slot_bytes, client, group, collective_timeout_seconds)
