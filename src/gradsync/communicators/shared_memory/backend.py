@@ -11,6 +11,8 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Sequence
 
+import numpy as np
+
 from gradsync.communicators.agreement import Agreement, LayoutsDiffer
 from gradsync.communicators.backend import Backend, Bounds, Message
 from gradsync.communicators.failures import FailureMonitor, exchange_mismatch
@@ -71,7 +73,7 @@ class ShmBackend(Backend):
         self._run(kernels.all_reduce, agreement, sources, targets, op, factor, phase)
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
-        result = source[:0] if target is None else target
+        result = np.empty(0, source.dtype) if target is None else target
         self.reduce_scatter(source, result, self.only_part(root, source.size), op, agreement)
 
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
@@ -184,9 +186,7 @@ def offer(settings: WorldSettings) -> str:
 
 def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> ShmBackend:
     """Returns this rank's backend; see BackendModule, and share_memory for the errors."""
-    return _connect(
-        client, group, _WORLD_SLOT_BYTES, settings.timeout_seconds, settings.collective_timeout_seconds
-    )
+    return _connect(client, group, _WORLD_SLOT_BYTES, settings.timeout_seconds, settings.collective_timeout_seconds)
 
 
 def _connect(

@@ -26,6 +26,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -484,7 +485,7 @@ _BYTE = np.dtype(np.uint8)
 
 def _steps(bounds: Bounds, length: int) -> Iterator[slice]:
     """Yields the parts of each rank's part that one round moves; at least one round, which compares the digests."""
-    largest = max([end - begin for begin, end in zip(bounds, bounds[1:], strict=False)])
+    largest = max([end - begin for begin, end in pairwise(bounds)])
     for begin in range(0, max(largest, 1), length):
         yield slice(begin, begin + length)
 
@@ -549,8 +550,9 @@ class Channel:
         self.other = other
         self.ring = ring
         self.sends = sends
-        self.number = 0
+        self.number = self.digest = self.done = 0
         self.data = _NOTHING
+        self.has_agreed = False
 
 
 def post(channel: Channel, data: Array, digest: int) -> None:
@@ -582,14 +584,14 @@ def advance(channel: Channel) -> int:
         if words[other + MESSAGE_DIGEST + odd] != channel.digest or words[other + SIZE + odd] != data.size:
             return DIFFERS
         channel.has_agreed = True
-    # A sender begins before the receiver has posted, and so does not count the pieces of the message before.
-    theirs = words[other + DONE] if channel.has_agreed else 0
     piece_bytes = channel.ring[0].size
     pieces = -(-data.size // piece_bytes)
-    if channel.sends and words[other + NUMBER] > channel.number:
-        theirs = pieces  # the receiver has read all, and posted the next message
+    # How many pieces the other side is done with. Until it has posted the message, its count is of the one before.
+    theirs = words[other + DONE] if channel.has_agreed else 0
+    if words[other + NUMBER] > channel.number:
+        theirs = pieces  # it is done with this message, and has posted the next one
     done = channel.done
-    if done < (min(pieces, theirs + PIECES) if channel.sends else theirs):
+    if done < min(pieces, theirs + PIECES if channel.sends else theirs):
         part = data[done * piece_bytes : (done + 1) * piece_bytes]
         slot = channel.ring[done % PIECES][: part.size]
         if channel.sends:

@@ -112,7 +112,7 @@ class Messages:
         """Moves all messages on until that needs another rank. Returns whether those awaited are over."""
         while self.advance():
             pass
-        return all([message.is_over for message in awaited])
+        return all(message.is_over for message in awaited)
 
     def _wait(self, awaited: Collection[Message], seconds: float) -> None:
         began = time.monotonic()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause, closed_failure
 from gradsync.communicators.shared_memory.kernels import (
     ABORTED,
@@ -18,15 +20,15 @@ from gradsync.communicators.shared_memory.kernels import (
 from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
 
 # The states of a rank. ABORTED_BY_SERVER: it aborted because of a failure that the server sends to all ranks.
-# CLOSED_AFTER_FAILURE: it closed after it had received such a failure. In these two states every other rank has received
-# the failure too, or will soon: the server tells the ranks one after the other. That failure names the cause.
+# CLOSED_AFTER_FAILURE: it closed after it had received such a failure. In these two states every other rank has the
+# failure too, or gets it soon: the server tells the ranks one after the other. That failure names the cause.
 _OPEN, _CLOSED, _ABORTED, _ABORTED_BY_SERVER, _CLOSED_AFTER_FAILURE = 0, 1, 2, 3, 4
 
 ANY_ROUND = 2**64 - 1  # larger than the number of any round
 
 
 class Peers:
-    """The states of the ranks of a communicator, in shared memory: a rank writes its own, and reads those of the others.
+    """The states of the ranks of a communicator, in shared memory: each rank writes its own, and reads the others.
 
     Args:
         shared: the shared memory.
@@ -65,7 +67,7 @@ class Peers:
     def _announce(self, state: int, reason: str, culprit: int) -> None:
         words, line = self._words, self._lines[self._rank]
         data = reason.encode(errors="backslashreplace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-        memoryview(self._shared.text(self._rank))[:] = data
+        self._shared.text(self._rank)[...] = np.frombuffer(data, np.uint8)
         # A rank that is in an earlier round has all that it needs, and may complete it.
         words[line + ABORTED_AT] = self._shared.rounds + 1
         words[line + CULPRIT] = culprit
