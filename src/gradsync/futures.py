@@ -22,7 +22,6 @@ from gradsync.errors import (
     CollectiveTimeout,
     CommunicatorClosed,
     FutureNotReady,
-    GradsyncError,
     InvalidArgument,
     caller,
     describe,
@@ -110,6 +109,14 @@ class Work:
         """Makes the host wait until the work has ended, also on a GPU. Raises the errors of `order`."""
         self.order(timeout_seconds=timeout_seconds)
 
+    def failure(self) -> BaseException | None:
+        """Returns the error of work that is done; None if it has succeeded."""
+        try:
+            self.wait()  # which returns or raises at once
+        except Exception as error:
+            return error
+        return None
+
     def when_done(self, function: Callable[[], None]) -> None:
         """Calls function() when the work has ended: at once if it has, else in the thread that finds its end."""
         function()
@@ -129,6 +136,10 @@ class Failed(Work):
     def order(self, name: str = "", stream: Any = None, timeout_seconds: float | None = None) -> None:
         """See Work."""
         raise again(self.error)
+
+    def failure(self) -> BaseException:
+        """See Work."""
+        return self.error
 
 
 # One lock for all that is pending: threads hold it for a few assignments, and a step may make hundreds of them.
@@ -203,6 +214,10 @@ class Pending(Work):
         """See Work."""
         self._await_end("", timeout_seconds)
         self._rest.wait(timeout_seconds)
+
+    def failure(self) -> BaseException | None:
+        """See Work."""
+        return self._rest.failure() if self._error is None else self._error
 
     def when_done(self, function: Callable[[], None]) -> None:
         """See Work."""
@@ -340,13 +355,7 @@ class CollectiveFuture:
         """Returns the collective's error, or None if it succeeded; raises FutureNotReady before the collective ends."""
         if not self.done():
             raise self._not_ready("exception()")
-        try:
-            self._work.wait()  # returns or raises at once
-        except (GradsyncError, KeyboardInterrupt, SystemExit) as error:
-            return error
-        except Exception as error:
-            return error
-        return None
+        return self._work.failure()
 
     def add_done_callback(self, function: Callable[[Self], None]) -> None:
         """Calls function(self) when the future is done.

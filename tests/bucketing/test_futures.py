@@ -90,11 +90,16 @@ def test_a_done_callback_waits_for_no_gradient(comm):
 
 @pytest.mark.ranks(2)
 def test_a_done_callback_cannot_hand_over_into_a_step_that_is_being_flushed(comm):
-    sync, late = gs.AllreduceCallback("sum", comm), []
-    sync("a", np.ones(4)).add_done_callback(lambda _: late.append(sync("late", np.full(4, 7.0))))
-    with pytest.raises(gs.InvalidArgument):
-        sync.flush()
-    assert not late
+    sync, late, refused = gs.AllreduceCallback("sum", comm), [], []
+
+    def hand_over(_):
+        with pytest.raises(gs.InvalidArgument) as raised:
+            late.append(sync("late", np.full(4, 7.0)))
+        refused.append(raised.value)
+
+    sync("a", np.ones(4)).add_done_callback(hand_over)
+    sync.flush()
+    assert refused and not late
     assert (step(sync, {"a": np.ones(4)})["a"] == 2).all()
 
 

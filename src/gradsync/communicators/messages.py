@@ -118,6 +118,11 @@ class MessageWork(Work):
         for message in self._own:
             message.work.wait(timeout_seconds)
 
+    def failure(self) -> BaseException | None:
+        """See Work."""
+        errors = [message.error or message.work.failure() for message in self._own]
+        return next((error for error in errors if error is not None), None)
+
     def when_done(self, function: Callable[[], None]) -> None:
         """See Work."""
         first, *others = self._own
