@@ -36,7 +36,7 @@ class BackendRow(NamedTuple):
 TABLE = {
     "local": BackendRow("gradsync.communicators.local", single_rank=True),
     "shm": BackendRow("gradsync.communicators.shared_memory.backend", doctor_lines=("Python",)),
-    "mpi": BackendRow("gradsync.communicators.mpi.mpi_backend", under_mpiexec=True, doctor_lines=("MPI",)),
+    "mpi": BackendRow("gradsync.communicators.mpi.backend", under_mpiexec=True, doctor_lines=("MPI",)),
     "nccl": BackendRow("gradsync.communicators.nccl.connect", on_gpus=True, doctor_lines=("GPUs", "CuPy", "NCCL")),
 }
 #: The names that users may pass as a backend. "auto" is no backend: gradsync then chooses one for all ranks.

@@ -30,7 +30,7 @@ from gradsync.bucketing import take_forgotten
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.groups import NonMember
 from gradsync.communicators.lifetime import culprit_of
-from gradsync.communicators.mpi.mpi_job import end_forked_child, end_job, has_job_failed
+from gradsync.communicators.mpi.job import end_forked_child, end_job, has_job_failed
 from gradsync.communicators.world import (
     get_initial_world,
     get_world,
@@ -369,7 +369,7 @@ def _place_without_launcher(backend: str, address: str | None) -> RankEnvironmen
     if backend == "local":
         return ALONE
     if backend == "mpi":
-        from gradsync.communicators.mpi.mpi_job import mpi_place
+        from gradsync.communicators.mpi.job import mpi_place
 
         place = mpi_place()  # the launcher may have variables that gradsync does not know
         if place is not None:
@@ -456,7 +456,7 @@ def _join(settings: WorldSettings, wanted: str) -> RendezvousClient:
     global _client, _rendezvous
     place, share = settings.place, None
     if is_sent_over_mpi(place, settings.address, wanted):
-        from gradsync.communicators.mpi.mpi_job import share_over_mpi
+        from gradsync.communicators.mpi.job import share_over_mpi
 
         share = share_over_mpi(place)
     _client, _rendezvous = join(place, settings.address, settings.timeout_seconds, _rendezvous, share=share)

@@ -246,7 +246,7 @@ def _exit_error(exit_code: int, stderr: str) -> str:
 
 
 def _ask_mpi() -> dict[str, Any]:
-    from gradsync.communicators.mpi.mpi_job import load_mpi
+    from gradsync.communicators.mpi.job import load_mpi
 
     mpi = load_mpi()
     import mpi4py

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import time
+from collections import deque
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ _EXIT_CODE_INTERRUPTED = 130
 _is_parents = False  # whether the parent of this forked process has initialised MPI
 _share_comm: Any = None  # a duplicate of MPI_COMM_WORLD that only gradsync uses; never freed
 _unfinished: list[object] = []
+_closing: deque[tuple[Any, Any]] = deque()  # communicators that this rank has closed, and how it hears of the others
 _log = logging.getLogger("gradsync")
 
 
@@ -163,6 +165,24 @@ def _finish(request: Any, place: RankEnvironment, deadline: float, *memory: obje
         if isinstance(error, mpi.Exception):
             raise to_mpi_error(error, f"rank {place.rank}/{place.world_size}") from error
         raise
+
+
+def free_with_others(comm: Any) -> None:
+    """Frees a communicator once all its ranks have called this; MPI_Finalize frees those of which some have not.
+
+    MPI_Comm_free is collective, and a rank that closes a communicator does not wait for the others. So each rank looks
+    again when it closes the next one. Without this, MPICH has room for some 2,000 communicators in a run.
+    """
+    if loaded_mpi() is None:  # finalised
+        return
+    _closing.append((comm.Ibarrier(), comm))
+    for _ in range(len(_closing)):
+        with suppress(IndexError):  # another thread has it
+            all_are_here, closed = _closing.popleft()
+            if all_are_here.Test():
+                closed.Free()
+            else:
+                _closing.append((all_are_here, closed))
 
 
 # -- Ending --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,429 @@
+"""The MPI backend, for CPU clusters: NumPy arrays over MPI's own nonblocking collectives.
+
+MPI moves and reduces the data. The rendezvous server finds the ranks that have died or stay away, because MPI does not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from gradsync.communicators.agreement import Agreement, LayoutsDiffer
+from gradsync.communicators.backend import Backend, Bounds, Message, largest_part, part_of
+from gradsync.communicators.failures import FailureMonitor, exchange_mismatch, raise_if_left
+from gradsync.communicators.mpi.job import check_place, free_with_others, keep_for_ever, load_mpi, to_mpi_error
+from gradsync.communicators.mpi.requests import LARGEST_BYTES, Job, Requests
+from gradsync.diagnostics import trace
+from gradsync.environment import RankEnvironment, WorldSettings
+from gradsync.errors import BackendUnavailable, CollectiveTimeout, GradsyncError
+from gradsync.machine import run_with_timeout
+from gradsync.reduction import Array, ReduceOp, accumulation_dtype, divide_into
+from gradsync.rendezvous.client import RendezvousClient
+
+# Arrays of a list up to this size are copied into rooms, many in one; larger ones go alone, without a copy.
+_SMALL_BYTES = 256 * 1024
+_ROOM_BYTES = 4 * 1024 * 1024
+_ALL_BITS = 2**64 - 1
+
+# For a mean, the sum is divided afterwards.
+_MPI_OPS = {
+    ReduceOp.SUM: "SUM",
+    ReduceOp.MEAN: "SUM",
+    ReduceOp.PROD: "PROD",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+}
+
+
+def check(place: RankEnvironment) -> None:
+    """See BackendModule in backend_choice.py. This function initialises MPI.
+
+    Raises:
+        BackendUnavailable: MPI cannot connect the ranks of the run.
+    """
+    if place.source == "gradsync":  # gradsync's launcher removes mpiexec's environment variables for its ranks
+        raise BackendUnavailable(
+            "backend 'mpi' needs ranks that mpiexec or srun has started, but gradsync has started these ranks. Start "
+            f"the script with `mpiexec -n {place.world_size} python script.py`"
+        )
+    check_place(load_mpi(), place.rank, place.world_size)
+
+
+def offer(settings: WorldSettings) -> str:
+    """See BackendModule. Raises the errors of `check`."""
+    check(settings.place)
+    return ""
+
+
+def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> MpiBackend:
+    """See BackendModule. If this raises, the caller must tell the other ranks, which wait for this one.
+
+    Raises:
+        BackendUnavailable: mpi4py is missing, or mpiexec or srun has not started exactly these ranks.
+        MpiError: MPI failed.
+        RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not call this function in time, or died.
+        RendezvousError: the connection to the rendezvous server was lost.
+    """
+    mpi = load_mpi()
+    check_place(mpi, client.rank, client.world_size)
+    comm = _create_comm(mpi, mpi.COMM_WORLD, client.world_ranks, client, group, settings.timeout_seconds)
+    return MpiBackend(mpi, comm, client, group, settings.collective_timeout_seconds)
+
+
+def _create_comm(
+    mpi: Any, parent: Any, members: Sequence[int], client: RendezvousClient, name: str, timeout_seconds: float
+) -> Any:
+    """Creates an MPI communicator of these ranks of the parent, in this order. `client` is that of the new group.
+
+    MPI_Comm_create_group waits for all of them, without a deadline. So they first meet at the rendezvous server.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    client.barrier(f"mpi/{name}/ready", timeout_seconds=timeout_seconds)
+    group = parent.Get_group().Incl(list(members))
+    tag = zlib.crc32(name.encode()) % 32768  # every MPI has tags up to 32767
+    inside = [group]  # emptied when MPI's call ends; neither a deadline nor Ctrl-C can end it
+
+    def create() -> Any:
+        try:
+            return parent.Create_group(group, tag)
+        except mpi.Exception as error:
+            raise to_mpi_error(error, client.label) from error
+        finally:
+            inside.clear()
+            group.Free()
+
+    try:
+        seconds = max(0.0, deadline - time.monotonic())
+        return run_with_timeout(create, "gradsync-mpi-join", seconds, client.check)
+    except TimeoutError as error:
+        raise CollectiveTimeout(
+            f"{client.label}: MPI_Comm_create_group did not return before the timeout of {timeout_seconds:.3g} s, "
+            "although all ranks have called this function"
+        ) from error
+    finally:
+        if inside:
+            keep_for_ever(inside)
+
+
+class MpiBackend(Backend):
+    """The backend over one MPI communicator.
+
+    Args:
+        mpi: the module mpi4py.MPI.
+        comm: an MPI communicator of any ranks in any order, which only this backend uses; `release` frees it.
+        client: the rendezvous client of the same ranks, in the same order.
+        group: the communicator's name, unique since the last init_process_group().
+        timeout_seconds: how long a collective waits for a rank.
+    """
+
+    name = "mpi"
+
+    client: RendezvousClient
+
+    def __init__(self, mpi: Any, comm: Any, client: RendezvousClient, group: str, timeout_seconds: float) -> None:
+        super().__init__(client, group, timeout_seconds)
+        comm.Set_errhandler(mpi.ERRORS_RETURN)  # mpi4py then raises them
+        self._mpi = mpi
+        self._comm = comm
+        self._departures = f"mpi/{group}/closed"
+        self._failures = FailureMonitor(client, self.recorder)
+        self._requests = Requests(mpi, comm, client, timeout_seconds, self._failures, self._departures)
+        self._call, self._of_all = np.zeros((2, 4), np.uint64)  # see _agree
+
+    # -- Reductions --------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self,
+        sources: Sequence[Array],
+        targets: Sequence[Array],
+        op: ReduceOp,
+        agreement: Agreement,
+        factor: float = 1.0,
+    ) -> None:
+        """See Backend."""
+        end_phase = trace.phases_of(self.recorder)
+        dtype, sizes = sources[0].dtype, tuple([source.size for source in sources])
+        wide = accumulation_dtype(dtype).itemsize
+        room = _ROOM_BYTES // wide
+        small, largest = _SMALL_BYTES // wide, LARGEST_BYTES // wide
+        if _needs_room(op, dtype):
+            small = largest = room
+        with self._requests.using(sources, targets), np.errstate(all="ignore"):
+            self._agree(agreement)
+            end_phase("waiting")
+            self._requests.run(
+                self._all_reduce(
+                    [sources[array][low:high] for array, low, high in batch],
+                    [targets[array][low:high] for array, low, high in batch],
+                    op,
+                    factor,
+                )
+                for batch in _batches(sizes, small, room, largest)
+            )
+            end_phase("reducing")
+
+    def _all_reduce(self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, factor: float) -> Job:
+        source, room = sources[0], targets[0]
+        is_packed = len(sources) > 1 or _needs_room(op, source.dtype)
+        if is_packed:
+            source = room = self._packed(sources, op, factor)
+        elif factor != 1.0:
+            np.multiply(source, factor, out=source)
+        sent = self._mpi.IN_PLACE if _is_same(source, room) else _sent_as(source, op)
+        yield [self._comm.Iallreduce(sent, _sent_as(room, op), self._op(op))]
+        self._finish_reduction(room, op)
+        if is_packed:
+            _split(room, targets)
+
+    def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
+        """See Backend."""
+        step = max(1, _ROOM_BYTES // accumulation_dtype(source.dtype).itemsize // self.world_size)
+        with self._requests.using(source, target), np.errstate(all="ignore"):
+            self._agree(agreement)
+            self._requests.run(
+                self._reduce_scatter(
+                    [source[min(low + begin, high) : min(low + begin + step, high)] for low, high in pairwise(bounds)],
+                    target[begin : begin + step],
+                    op,
+                )
+                for begin in range(0, largest_part(bounds), step)
+            )
+
+    def _reduce_scatter(self, parts: Sequence[Array], target: Array, op: ReduceOp) -> Job:
+        """Reduces a part for each rank. They are copied, as MPI wants them side by side, and apart from the target."""
+        sizes = [part.size for part in parts]
+        own, total = sizes[self.rank], sum(sizes)
+        room = self._packed(parts, op, more=own + 1)  # MPI must not get one address twice, also where it writes nothing
+        result = room[total:]
+        # Not in place: MPICH 5.0 then copies between parts that overlap, and ends the process.
+        yield [self._comm.Ireduce_scatter(_sent_as(room[:total], op), [_sent_as(result, op), own], sizes, self._op(op))]
+        self._finish_reduction(result[:own], op)
+        _split(result, [target])
+
+    def _packed(self, sources: Sequence[Array], op: ReduceOp, factor: float = 1.0, more: int = 0) -> Array:
+        """Copies arrays into a room, as MPI reduces them; the room has some more elements at its end."""
+        size = sum([source.size for source in sources])
+        room = self._requests.room(size + more, accumulation_dtype(sources[0].dtype))
+        packed = np.concatenate(sources, out=room[:size], casting="same_kind")
+        if factor != 1.0:
+            np.multiply(packed, factor, out=packed)
+        if _is_ordered(op, packed.dtype):
+            nans, keys = np.isnan(packed), _sent_as(packed, op)
+            _swap_order(keys)
+            limits = np.iinfo(keys.dtype)
+            keys[nans] = limits.min if op is ReduceOp.MIN else limits.max  # a rank's NaN wins, as in NumPy
+        return room
+
+    def _op(self, op: ReduceOp) -> Any:
+        return getattr(self._mpi, _MPI_OPS[op])
+
+    def _finish_reduction(self, values: Array, op: ReduceOp) -> None:
+        """Makes the result of what MPI has reduced."""
+        if _is_ordered(op, values.dtype):
+            _swap_order(_sent_as(values, op))
+        elif op is ReduceOp.MEAN:
+            divide_into(values, self.world_size, values)
+
+    # -- Movements ---------------------------------------------------------------------------------------------
+
+    def broadcast(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
+        """See Backend."""
+        with self._requests.using(flats):
+            self._agree(agreement)
+            self._requests.run(
+                self._broadcast([flats[array][low:high] for array, low, high in batch], root)
+                for batch in _batches(tuple([flat.size for flat in flats]), _SMALL_BYTES, _ROOM_BYTES, LARGEST_BYTES)
+            )
+
+    def _broadcast(self, flats: Sequence[Array], root: int) -> Job:
+        room = flats[0]
+        if len(flats) > 1:
+            room = self._requests.room(sum([flat.size for flat in flats]), room.dtype)
+            if self.rank == root:
+                np.concatenate(flats, out=room)
+        yield [self._comm.Ibcast([room, self._mpi.BYTE], root)]
+        if len(flats) > 1 and self.rank != root:
+            _split(room, flats)
+
+    def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
+        """See Backend."""
+        own, peers = target[part_of(bounds, self.rank)], self._requests.peers
+        with self._requests.using(source, target):
+            self._agree(agreement)
+            if not _is_same(source, own):
+                np.copyto(own, source)
+            if target.size <= LARGEST_BYTES:
+                sizes = [end - begin for begin, end in pairwise(bounds)]
+                gathered = [target, sizes, self._mpi.BYTE]
+                self._requests.finish([self._comm.Iallgatherv(self._mpi.IN_PLACE, gathered)])
+            else:
+                self._requests.move([(peer, own) for peer in peers], _parts(target, bounds, peers))
+
+    def all_to_all(
+        self,
+        source: Array,
+        target: Array,
+        send_bounds: Bounds,
+        receive_bounds: Bounds,
+        largest: int,
+        agreement: Agreement,
+    ) -> None:
+        """See Backend. The ranks send the parts to each other, as every MPI does; its own call counts in 32 bits."""
+        peers = self._requests.peers
+        with self._requests.using(source, target):
+            self._agree(agreement)
+            np.copyto(target[part_of(receive_bounds, self.rank)], source[part_of(send_bounds, self.rank)])
+            self._requests.move(_parts(source, send_bounds, peers), _parts(target, receive_bounds, peers))
+
+    def barrier(self, agreement: Agreement) -> None:
+        """See Backend."""
+        with self._requests.using():
+            self._agree(agreement)
+
+    def _agree(self, agreement: Agreement) -> None:
+        """Checks that all ranks make the same call: the largest of all digests is the smallest, too."""
+        requests = self._requests
+        requests.begun += 1
+        if self.world_size == 1:
+            return
+        digest, layout = agreement.digest, agreement.layout
+        self._call[:] = digest, digest ^ _ALL_BITS, layout, layout ^ _ALL_BITS
+        requests.finish([self._comm.Iallreduce(self._call, self._of_all, self._mpi.MAX)])
+        largest, smallest, largest_layout, smallest_layout = self._of_all.tolist()
+        if largest != smallest ^ _ALL_BITS:
+            raise exchange_mismatch(self.client, self.recorder.group, requests.begun, self.label, agreement, self.ranks)
+        if largest_layout != smallest_layout ^ _ALL_BITS:
+            raise LayoutsDiffer
+
+    # -- Messages ----------------------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        awaited: Collection[Message] = (),
+        seconds: float | None = None,
+    ) -> None:
+        """See Backend."""
+        with self._requests.using():
+            for message in sends:
+                self._requests.start(message, is_sending=True)
+            for message in receives:
+                self._requests.start(message, is_sending=False)
+            self._requests.await_messages(awaited, seconds)
+
+    # -- Groups and the end ------------------------------------------------------------------------------------
+
+    def connect_group(self, members: tuple[int, ...], name: str) -> MpiBackend:
+        """See Backend."""
+        client = self.client.group(members, name)
+        try:
+            comm = _create_comm(self._mpi, self._comm, members, client, name, self.timeout_seconds)
+            return MpiBackend(self._mpi, comm, client, name, self.timeout_seconds)
+        except BaseException:
+            client.close()
+            raise
+
+    def raise_if_ended(self, missing: list[int]) -> None:
+        """See Backend."""
+        ranks = [self.ranks[rank] for rank in missing]
+        raise_if_left(self.client, self._departures, self.label, float("inf"), ranks)
+
+    def announce(self, aborted_because: str | None = None, culprit: int | None = None) -> None:
+        """See Backend. The server tells all ranks of the run of an abort: nothing else ends a wait in MPI."""
+        if aborted_because is None:
+            self._requests.is_closed = True
+            self.client.announce_left(self._departures, self._requests.ended)
+        elif self.world_size > 1 and not self._failures.was_raised and self._failures.failure() is None:
+
+            def report() -> None:
+                with suppress(GradsyncError):  # without the report, the server still finds that this rank has gone
+                    self.client.report_failure(aborted_because, culprit=culprit)
+
+            threading.Thread(target=report, name="gradsync-mpi-abort").start()  # the process's exit waits for it
+
+    def release(self) -> None:
+        """See Backend."""
+        requests = self._requests
+        if requests.has_messages and not requests.has_abandoned:
+            requests.has_abandoned = True
+            keep_for_ever(requests)
+        if not requests.has_abandoned:
+            free_with_others(self._comm)
+        del self._requests  # frees its rooms
+
+
+def _needs_room(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
+    """Whether MPI reduces other values: it adds halves in float32, and compares floats as integers."""
+    return accumulation_dtype(dtype) != dtype or _is_ordered(op, dtype)
+
+
+def _is_ordered(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
+    """Whether floats are compared. MPI does not say what its minimum and maximum of NaN are."""
+    return dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX)
+
+
+def _sent_as(values: Array, op: ReduceOp) -> Array:
+    """Returns the values in the dtype in which MPI reduces them: it has no minimum of bools."""
+    if values.dtype.kind == "b":
+        return values.view(np.uint8)
+    return values.view(f"i{values.itemsize}") if _is_ordered(op, values.dtype) else values
+
+
+def _swap_order(keys: Array) -> None:
+    """Turns the bits of floats into integers in the order of the floats, or back: negative floats grow downwards."""
+    limits = np.iinfo(keys.dtype)
+    keys ^= (keys >> (limits.bits - 1)) & limits.max
+
+
+def _split(room: Array, targets: Sequence[Array]) -> None:
+    """Copies a room to its targets, one after the other."""
+    begin = 0
+    for target in targets:
+        np.copyto(target, room[begin : begin + target.size], casting="same_kind")
+        begin += target.size
+
+
+@lru_cache(maxsize=256)
+def _batches(sizes: tuple[int, ...], small: int, room: int, largest: int) -> list[list[tuple[int, int, int]]]:
+    """Divides a list of arrays into what goes together: many small ones, or up to `largest` elements of one.
+
+    Args:
+        sizes: the arrays' numbers of elements, as are the other arguments.
+        small: up to this size, arrays go together.
+        room: what fits into one batch of small ones.
+        largest: what one call of MPI can take.
+
+    Returns:
+        For each batch a list of (index of the array, begin, end).
+    """
+    batches: list[list[tuple[int, int, int]]] = []
+    batch: list[tuple[int, int, int]] = []
+    free = room
+    for array, size in enumerate(sizes):
+        if size > small:
+            batches += [[(array, low, min(low + largest, size))] for low in range(0, size, largest)]
+        elif size:
+            if size > free:
+                batches.append(batch)
+                batch, free = [], room
+            batch.append((array, 0, size))
+            free -= size
+    return [*batches, batch] if batch else batches
+
+
+def _parts(array: Array, bounds: Bounds, ranks: Sequence[int]) -> list[tuple[int, Array]]:
+    return [(rank, array[part_of(bounds, rank)]) for rank in ranks]
+
+
+def _is_same(one: Array, other: Array) -> bool:
+    """Whether two arrays of one size are the same memory."""
+    return bool(one.__array_interface__["data"][0] == other.__array_interface__["data"][0])
