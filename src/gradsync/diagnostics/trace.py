@@ -88,7 +88,7 @@ def phases_of(recorder: FlightRecorder) -> Callable[[str], None]:
     "packing", "waiting", "reducing", "splitting" or "launching". Without a trace the function does nothing.
     """
     if active is None:
-        return _ignore
+        return no_phases
     phases, number, since = active.phases, recorder.begun, monotonic()
 
     def end(phase: str) -> None:
@@ -100,8 +100,8 @@ def phases_of(recorder: FlightRecorder) -> Callable[[str], None]:
     return end
 
 
-def _ignore(phase: str) -> None:
-    pass
+def no_phases(phase: str) -> None:
+    """What phases_of returns without a trace."""
 
 
 # -- Begin and end -----------------------------------------------------------------------------------------------------

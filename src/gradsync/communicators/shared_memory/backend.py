@@ -16,7 +16,7 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement, LayoutsDiffer
 from gradsync.communicators.backend import Backend, Bounds, Message
 from gradsync.communicators.failures import FailureMonitor, exchange_mismatch
-from gradsync.communicators.shared_memory import kernels
+from gradsync.communicators.shared_memory import kernels, memory
 from gradsync.communicators.shared_memory.messages import CHECK_SECONDS, Messages
 from gradsync.communicators.shared_memory.peers import ANY_ROUND, Peers
 from gradsync.communicators.shared_memory.segment import check_allocation, check_platform, share_memory
@@ -38,7 +38,7 @@ class ShmBackend(Backend):
 
     Args:
         mapping: the memory of all ranks, from share_memory.
-        slot_bytes: see kernels.Shared.
+        slot_bytes: see memory.Shared.
         client, group, timeout_seconds: see Backend.
     """
 
@@ -51,7 +51,7 @@ class ShmBackend(Backend):
     ) -> None:
         super().__init__(client, group, timeout_seconds)
         self._mapping = mapping
-        self._shared = kernels.Shared(mapping, self.rank, self.world_size, slot_bytes)
+        self._shared = memory.Shared(mapping, self.rank, self.world_size, slot_bytes)
         self._failures = FailureMonitor(client, self.recorder)
         self._peers = Peers(self._shared, self.ranks, self.label, timeout_seconds, self._failures)
         self._messages = Messages(self._shared, self._peers, self.ranks, self.label, self._failures)
@@ -180,7 +180,7 @@ def offer(settings: WorldSettings) -> str:
             f"{place.local_world_size} of {place.world_size} ranks are on this host"
         )
     if place.rank == 0:  # for all
-        check_allocation(place.world_size * kernels.part_bytes(place.world_size, _WORLD_SLOT_BYTES))
+        check_allocation(place.world_size * memory.part_bytes(place.world_size, _WORLD_SLOT_BYTES))
     return ""
 
 
@@ -196,6 +196,6 @@ def _connect(
     # The kernel may have moved several ranks to one core while they joined, so each rank now begins on a core of its
     # own, and allocates its memory there. By the world rank, because all groups use the same cores.
     begin_on_core(client.world_ranks[client.rank])
-    part_bytes = kernels.part_bytes(client.world_size, slot_bytes)
+    part_bytes = memory.part_bytes(client.world_size, slot_bytes)
     mapping = share_memory(client, f"shm/{group}", part_bytes, timeout_seconds)
     return ShmBackend(mapping, slot_bytes, client, group, collective_timeout_seconds)

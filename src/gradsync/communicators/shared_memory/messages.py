@@ -15,7 +15,9 @@ from collections.abc import Collection, Sequence
 from gradsync.communicators.agreement import mismatch
 from gradsync.communicators.backend import Message
 from gradsync.communicators.failures import FailureMonitor, exchange_descriptions, publish_description
-from gradsync.communicators.shared_memory import kernels
+from gradsync.communicators.shared_memory import channels, kernels
+from gradsync.communicators.shared_memory.channels import Channel
+from gradsync.communicators.shared_memory.memory import Shared
 from gradsync.communicators.shared_memory.peers import ANY_ROUND, Peers
 from gradsync.errors import GradsyncError, PlanMismatch
 
@@ -34,7 +36,7 @@ class Messages:
     """
 
     def __init__(
-        self, shared: kernels.Shared, peers: Peers, ranks: Sequence[int], label: str, failures: FailureMonitor
+        self, shared: Shared, peers: Peers, ranks: Sequence[int], label: str, failures: FailureMonitor
     ) -> None:
         self._shared = shared
         self._peers = peers
@@ -135,14 +137,14 @@ class Messages:
     def _advance(self, queue: _Queue) -> bool:
         channel = queue.channel
         if queue.dispute is None:
-            result = kernels.advance(channel)
-            if result == kernels.OVER:
+            result = channels.advance(channel)
+            if result == channels.OVER:
                 queue.end()
-            elif result == kernels.DIFFERS:
+            elif result == channels.DIFFERS:
                 self._dispute(queue)
-            return result != kernels.IDLE
+            return result != channels.IDLE
         # Each side first tells the server its description of the message, and then the other side that it is there.
-        if channel.words[channel.other + kernels.TOLD] < channel.number:
+        if channel.words[channel.other + channels.TOLD] < channel.number:
             return False
         both = self._ranks[self._shared.rank], self._ranks[queue.messages[0].peer]
         client, text = self._failures.client, queue.dispute
@@ -155,13 +157,13 @@ class Messages:
         queue.dispute = queue.messages[0].agreement.described().to_text()
         with contextlib.suppress(GradsyncError):  # the other rank then raises its error without this description
             publish_description(self._failures.client, queue.name, channel.number, queue.dispute)
-        channel.words[channel.own + kernels.TOLD] = channel.number
+        channel.words[channel.own + channels.TOLD] = channel.number
 
 
 class _Queue:
     """The messages of one channel that this rank has started. The first one is posted; `name` is for disputes."""
 
-    def __init__(self, channel: kernels.Channel, name: str) -> None:
+    def __init__(self, channel: Channel, name: str) -> None:
         self.channel = channel
         self.name = name
         self.messages: deque[Message] = deque()
@@ -169,13 +171,13 @@ class _Queue:
 
     def post_next(self) -> None:
         message = self.messages[0]
-        kernels.post(self.channel, message.flat, message.agreement.digest)
+        channels.post(self.channel, message.flat, message.agreement.digest)
 
     def end(self, error: PlanMismatch | None = None) -> None:
         """Ends the first message, and posts the next one."""
         self.dispute = None
         message = self.messages.popleft()
-        kernels.forget(self.channel)
+        channels.forget(self.channel)
         if self.messages:
             self.post_next()
         message.end(error)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause, closed_failure
-from gradsync.communicators.shared_memory.kernels import (
+from gradsync.communicators.shared_memory.memory import (
     ABORTED,
     ABORTED_AT,
     ARRIVED,

@@ -1,0 +1,1064 @@
+/* The inner loops over shared memory: what plain.py says in NumPy, and with the same results, bit for bit.
+
+   plain.py is the reference: what a part of the memory consists of, what a round is, and which slot is free when. Here
+   are only the loops. They run without the GIL. A wait spins for some microseconds, then sleeps on a futex, and comes
+   back to Python again and again: it calls check(), which raises an error to end the wait, and returns after how many
+   seconds it wants to be called again.
+
+   On every way out, all buffers and references are given back. Compile without -ffast-math and with -ffp-contract=off. */
+
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define LAYOUT_VERSION 1
+
+typedef _Atomic uint64_t Word;
+typedef Py_ssize_t Size;
+
+/* -- The memory ----------------------------------------------------------------------------------------------------- */
+
+enum { LINE_BYTES = 64, SLOTS = 3 };
+/* The words of a rank's line; those of its second line, of which ABORTED belongs to all, in the part of rank 0. */
+enum { ARRIVED = 0, DIGEST = 1, LAYOUT = 3, ABORTED = 8, SLEEPERS = 9, FACTOR = 10 };
+/* The results of a meeting. FAILED: a Python error is set. */
+enum { FAILED = -1, SAME = 0, LAYOUTS_DIFFER = 1, DIGESTS_DIFFER = 2 };
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer mapping;
+    int rank, size;
+    Size part_bytes, slots_begin, slot_bytes;
+    uint64_t rounds;
+    int64_t spin_ns;
+} Memory;
+
+static inline char *part(Memory *m, int rank) { return (char *)m->mapping.buf + rank * m->part_bytes; }
+
+static inline Word *word(Memory *m, int rank, int number) { return (Word *)part(m, rank) + number; }
+
+/* The slot of a rank for the next round. */
+static inline char *slot(Memory *m, int rank, uint64_t round) {
+    return part(m, rank) + m->slots_begin + (Size)(round % SLOTS) * m->slot_bytes;
+}
+
+/* -- A call ---------------------------------------------------------------------------------------------------------- */
+
+/* What one call of Python has, and gives back at its end. While `thread` is set, the GIL is released. */
+typedef struct {
+    Memory *m;
+    PyObject *check, *phase;
+    PyThreadState *thread;
+    uint64_t digest, layout;
+    double factor;
+} Call;
+
+static void leave_python(Call *call) { call->thread = PyEval_SaveThread(); }
+
+static void enter_python(Call *call) {
+    PyEval_RestoreThread(call->thread);
+    call->thread = NULL;
+}
+
+/* Tells the tracer which phase has ended. */
+static int end_phase(Call *call, const char *name) {
+    if (call->phase == Py_None) return 0;
+    enter_python(call);
+    PyObject *done = PyObject_CallFunction(call->phase, "s", name);
+    Py_XDECREF(done);
+    leave_python(call);
+    return done == NULL ? FAILED : 0;
+}
+
+/* Calls check(); *seconds is when it wants to be called again. */
+static int check(Call *call, double *seconds) {
+    enter_python(call);
+    PyObject *result = PyObject_CallFunctionObjArgs(call->check, NULL);
+    *seconds = result == NULL ? -1.0 : PyFloat_AsDouble(result);
+    int failed = result == NULL || PyErr_Occurred() != NULL;
+    Py_XDECREF(result);
+    leave_python(call);
+    return failed ? FAILED : 0;
+}
+
+/* -- Meeting --------------------------------------------------------------------------------------------------------- */
+
+static inline void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static inline int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* The half of a word that counts: a futex has 32 bits. */
+static inline uint32_t *futex_of(Word *arrived) {
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    return (uint32_t *)arrived;
+#else
+    return (uint32_t *)arrived + 1;
+#endif
+}
+
+/* Arrives at a round, which publishes everything that this rank wrote before. */
+static void arrive(Memory *m, uint64_t number) {
+    Word *arrived = word(m, m->rank, ARRIVED);
+    atomic_store(arrived, number);
+    if (atomic_load(word(m, m->rank, SLEEPERS)) != 0)
+        syscall(SYS_futex, futex_of(arrived), FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+/* Sleeps until a rank arrives at its next round, for a time at most. */
+static void sleep_until_arrival(Memory *m, int rank, uint64_t seen, int64_t ns) {
+    Word *arrived = word(m, rank, ARRIVED), *sleepers = word(m, rank, SLEEPERS);
+    struct timespec limit = {.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};
+    atomic_fetch_add(sleepers, 1); /* before the kernel compares `seen`: whoever arrives later sees it, and wakes us */
+    syscall(SYS_futex, futex_of(arrived), FUTEX_WAIT, (uint32_t)seen, &limit, NULL, 0);
+    atomic_fetch_sub(sleepers, 1);
+}
+
+enum { FIRST_CHECK_NS = 200 * 1000, LONGEST_SLEEP_NS = 50 * 1000 * 1000 };
+
+/* Waits until a rank has arrived at a round. */
+static int await_rank(Call *call, int rank, uint64_t number) {
+    Memory *m = call->m;
+    Word *arrived = word(m, rank, ARRIVED);
+    for (int spins = 0; spins < 64; spins++) {
+        if (atomic_load_explicit(arrived, memory_order_acquire) >= number) return 0;
+        relax();
+    }
+    int64_t began = now_ns(), check_at = began + FIRST_CHECK_NS, now = began;
+    for (;;) {
+        uint64_t seen = atomic_load_explicit(arrived, memory_order_acquire);
+        if (seen >= number) return 0;
+        if (now - began < m->spin_ns) {
+            for (int spins = 0; spins < 16; spins++) relax();
+        } else if (now < check_at) {
+            int64_t left = check_at - now;
+            sleep_until_arrival(m, rank, seen, left < LONGEST_SLEEP_NS ? left : LONGEST_SLEEP_NS);
+        } else {
+            double seconds;
+            if (check(call, &seconds) < 0) return FAILED;
+            check_at = now_ns() + (int64_t)(seconds * 1e9);
+        }
+        now = now_ns();
+    }
+}
+
+/* Meets all ranks at the next round, and compares what they brought; see `meet` in plain.py. */
+static int meet(Call *call) {
+    Memory *m = call->m;
+    uint64_t number = m->rounds + 1;
+    int odd = (int)(number & 1), result = SAME;
+    uint64_t factor;
+    memcpy(&factor, &call->factor, sizeof factor);
+    atomic_store_explicit(word(m, m->rank, DIGEST + odd), call->digest, memory_order_relaxed);
+    atomic_store_explicit(word(m, m->rank, LAYOUT + odd), call->layout, memory_order_relaxed);
+    atomic_store_explicit(word(m, m->rank, FACTOR + odd), factor, memory_order_relaxed);
+    arrive(m, number);
+    for (int step = 1; step < m->size; step++)
+        if (await_rank(call, (m->rank + step) % m->size, number) < 0) return FAILED;
+    if (atomic_load_explicit(word(m, 0, ABORTED), memory_order_acquire)) { /* a rank may have arrived and then aborted */
+        double seconds;
+        if (check(call, &seconds) < 0) return FAILED;
+    }
+    m->rounds = number;
+    for (int rank = 0; rank < m->size; rank++) {
+        if (atomic_load_explicit(word(m, rank, DIGEST + odd), memory_order_relaxed) != call->digest)
+            return DIGESTS_DIFFER;
+        if (atomic_load_explicit(word(m, rank, LAYOUT + odd), memory_order_relaxed) != call->layout)
+            result = LAYOUTS_DIFFER;
+    }
+    return result;
+}
+
+/* The factor that a rank brought to the round that was completed last. */
+static double factor_of(Memory *m, int rank) {
+    uint64_t bits = atomic_load_explicit(word(m, rank, FACTOR + (int)(m->rounds & 1)), memory_order_relaxed);
+    double factor;
+    memcpy(&factor, &bits, sizeof factor);
+    return factor;
+}
+
+/* -- Lists of arrays ------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    char *at;
+    Size bytes;
+} Span;
+
+/* The buffers of a Python list of arrays. */
+typedef struct {
+    Size count, bytes;
+    Span *spans;
+    Py_buffer *views;
+} List;
+
+static void release_list(List *list) {
+    for (Size number = 0; number < list->count; number++) PyBuffer_Release(&list->views[number]);
+    PyMem_Free(list->views);
+    PyMem_Free(list->spans);
+    *list = (List){0};
+}
+
+static int take_list(List *list, PyObject *arrays, bool writable) {
+    *list = (List){0};
+    Size count = PySequence_Size(arrays);
+    if (count < 0) return FAILED;
+    list->views = PyMem_Calloc((size_t)count + 1, sizeof *list->views);
+    list->spans = PyMem_Calloc((size_t)count + 1, sizeof *list->spans);
+    if (list->views == NULL || list->spans == NULL) {
+        release_list(list);
+        PyErr_NoMemory();
+        return FAILED;
+    }
+    for (; list->count < count; list->count++) {
+        PyObject *array = PySequence_GetItem(arrays, list->count);
+        Py_buffer *view = &list->views[list->count];
+        int failed = array == NULL || PyObject_GetBuffer(array, view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0;
+        Py_XDECREF(array);
+        if (failed) {
+            release_list(list);
+            return FAILED;
+        }
+        list->spans[list->count] = (Span){view->buf, view->len};
+        list->bytes += view->len;
+    }
+    return 0;
+}
+
+/* A place in a list: the byte `at` of the array `number`. */
+typedef struct {
+    const List *list;
+    Size number, at;
+} Place;
+
+/* Returns the longest run of bytes from a place on, at most `bytes`, and steps over it. There is at least one byte. */
+static inline Size run_from(Place *place, char **from, Size bytes) {
+    while (place->at == place->list->spans[place->number].bytes) {
+        place->number++;
+        place->at = 0;
+    }
+    const Span *span = &place->list->spans[place->number];
+    Size left = span->bytes - place->at;
+    if (left > bytes) left = bytes;
+    *from = span->at + place->at;
+    place->at += left;
+    return left;
+}
+
+static void pack(Place *place, char *packed, Size bytes) {
+    while (bytes > 0) {
+        char *from;
+        Size run = run_from(place, &from, bytes);
+        memcpy(packed, from, (size_t)run);
+        packed += run;
+        bytes -= run;
+    }
+}
+
+static void unpack(Place *place, const char *packed, Size bytes) {
+    while (bytes > 0) {
+        char *to;
+        Size run = run_from(place, &to, bytes);
+        memcpy(to, packed, (size_t)run);
+        packed += run;
+        bytes -= run;
+    }
+}
+
+static void skip(Place *place, Size bytes) {
+    while (bytes > 0) {
+        char *ignored;
+        bytes -= run_from(place, &ignored, bytes);
+    }
+}
+
+/* -- Arithmetic ------------------------------------------------------------------------------------------------------ */
+
+enum { SUM, MEAN, PROD, MIN, MAX };
+
+/* A block is reduced in the cache: the first rank's values are taken up, those of the others joined, in rank order. */
+enum { BLOCK_BYTES = 8192 };
+
+/* How values of one dtype are reduced. `wide` is the size of an accumulated value. */
+typedef struct {
+    Size item, wide;
+    void (*take)(void *total, const void *values, Size n, double factor);
+    void (*join[5])(void *total, const void *values, Size n, double factor);
+    void (*give)(void *values, const void *total, Size n, int mean_of);
+} Dtype;
+
+#define PLAIN_TAKE(NAME, T)                                                                                          \
+    static void take_##NAME(void *total, const void *values, Size n, double factor) {                                \
+        (void)factor;                                                                                                \
+        memcpy(total, values, (size_t)n * sizeof(T));                                                                \
+    }
+#define PLAIN_GIVE(NAME, T)                                                                                          \
+    static void give_##NAME(void *values, const void *total, Size n, int mean_of) {                                  \
+        (void)mean_of;                                                                                               \
+        memcpy(values, total, (size_t)n * sizeof(T));                                                                \
+    }
+#define JOIN(NAME, OP, T, VALUE)                                                                                     \
+    static void OP##_##NAME(void *total, const void *values, Size n, double factor) {                                \
+        (void)factor;                                                                                                \
+        T *restrict t = total;                                                                                       \
+        const T *restrict v = values;                                                                                \
+        for (Size i = 0; i < n; i++) {                                                                               \
+            const T a = t[i], b = v[i];                                                                              \
+            t[i] = (T)(VALUE);                                                                                       \
+        }                                                                                                            \
+    }
+/* Integers wrap around as NumPy's do; the arithmetic is unsigned, because a signed overflow has no meaning in C. */
+#define INTEGER(NAME, T, U)                                                                                          \
+    PLAIN_TAKE(NAME, T)                                                                                              \
+    PLAIN_GIVE(NAME, T)                                                                                              \
+    JOIN(NAME, sum, T, (U)a + (U)b)                                                                                  \
+    JOIN(NAME, prod, T, (U)a * (U)b)                                                                                 \
+    JOIN(NAME, min, T, a < b ? a : b)                                                                                \
+    JOIN(NAME, max, T, a > b ? a : b)
+#define ROW(NAME, T, SUM_, PROD_, MIN_, MAX_) \
+    { sizeof(T), sizeof(T), take_##NAME, {SUM_, SUM_, PROD_, MIN_, MAX_}, give_##NAME }
+#define INTEGER_ROW(NAME, T) ROW(NAME, T, sum_##NAME, prod_##NAME, min_##NAME, max_##NAME)
+
+INTEGER(int8, int8_t, unsigned)
+INTEGER(int16, int16_t, unsigned)
+INTEGER(int32, int32_t, uint32_t)
+INTEGER(int64, int64_t, uint64_t)
+INTEGER(uint8, uint8_t, unsigned)
+INTEGER(uint16, uint16_t, unsigned)
+INTEGER(uint32, uint32_t, uint32_t)
+INTEGER(uint64, uint64_t, uint64_t)
+
+/* A sum of products by a factor, where one is given: each product is rounded, and then added. A mean of a power of two
+   is a product, as in reduction.py. */
+#define FLOAT_SUM(NAME, T)                                                                                           \
+    static void take_##NAME(void *total, const void *values, Size n, double factor) {                                \
+        T *restrict t = total;                                                                                       \
+        const T *restrict v = values;                                                                                \
+        const T f = (T)factor;                                                                                       \
+        if (f == (T)1)                                                                                               \
+            memcpy(t, v, (size_t)n * sizeof(T));                                                                     \
+        else                                                                                                         \
+            for (Size i = 0; i < n; i++) t[i] = v[i] * f;                                                            \
+    }                                                                                                                \
+    static void sum_##NAME(void *total, const void *values, Size n, double factor) {                                 \
+        T *restrict t = total;                                                                                       \
+        const T *restrict v = values;                                                                                \
+        const T f = (T)factor;                                                                                       \
+        if (f == (T)1)                                                                                               \
+            for (Size i = 0; i < n; i++) t[i] = t[i] + v[i];                                                         \
+        else                                                                                                         \
+            for (Size i = 0; i < n; i++) t[i] = t[i] + v[i] * f;                                                     \
+    }                                                                                                                \
+    static void give_##NAME(void *values, const void *total, Size n, int mean_of) {                                  \
+        T *restrict v = values;                                                                                      \
+        const T *restrict t = total;                                                                                 \
+        const T count = (T)mean_of, inverse = (T)1 / count;                                                          \
+        if (mean_of == 1)                                                                                            \
+            memcpy(v, t, (size_t)n * sizeof(T));                                                                     \
+        else if ((mean_of & (mean_of - 1)) == 0)                                                                     \
+            for (Size i = 0; i < n; i++) v[i] = t[i] * inverse;                                                      \
+        else                                                                                                         \
+            for (Size i = 0; i < n; i++) v[i] = t[i] / count;                                                        \
+    }
+/* NaN wins, as in NumPy. */
+#define FLOAT(NAME, T)                                                                                               \
+    FLOAT_SUM(NAME, T)                                                                                               \
+    JOIN(NAME, prod, T, a *b)                                                                                        \
+    JOIN(NAME, min, T, (a < b) | (a != a) ? a : b)                                                                   \
+    JOIN(NAME, max, T, (a > b) | (a != a) ? a : b)
+
+FLOAT(float32, float)
+FLOAT(float64, double)
+
+/* Complex numbers are added as their parts, which the rows of float32 and float64 do. */
+#define COMPLEX_PRODUCT(NAME, T)                                                                                     \
+    static void prod_##NAME(void *total, const void *values, Size n, double factor) {                                \
+        (void)factor;                                                                                                \
+        T *restrict t = total;                                                                                       \
+        const T *restrict v = values;                                                                                \
+        for (Size i = 0; i < 2 * n; i += 2) {                                                                        \
+            const T re = t[i] * v[i] - t[i + 1] * v[i + 1], im = t[i] * v[i + 1] + t[i + 1] * v[i];                   \
+            t[i] = re;                                                                                               \
+            t[i + 1] = im;                                                                                           \
+        }                                                                                                            \
+    }                                                                                                                \
+    PLAIN_TAKE(NAME, T[2])                                                                                           \
+    PLAIN_GIVE(NAME, T[2])
+
+COMPLEX_PRODUCT(complex64, float)
+COMPLEX_PRODUCT(complex128, double)
+
+/* Half precision is accumulated in float32, and rounded once. */
+static inline float float_of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t bits_of_float(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float widen_bfloat16(uint16_t half) { return float_of_bits((uint32_t)half << 16); }
+
+static inline uint16_t narrow_bfloat16(float value) {
+    const uint32_t bits = bits_of_float(value);
+    const uint16_t nan = (uint16_t)(bits >> 16 & 0x8000u) | 0x7fc0u;
+    const uint16_t rounded = (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+    return value != value ? nan : rounded;
+}
+
+static inline float widen_float16(uint16_t half) {
+    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, rest = half & 0x7fffu;
+    const uint32_t normal = (rest << 13) + (112u << 23), special = rest << 13 | 0x7f800000u;
+    const uint32_t small = bits_of_float((float)rest * 0x1p-24f); /* subnormal, or zero */
+    return float_of_bits(sign | (rest >= 0x7c00u ? special : rest >= 0x0400u ? normal : small));
+}
+
+static inline uint16_t narrow_float16(float value) {
+    const uint32_t bits = bits_of_float(value), sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
+    /* The constants shift the last bit of a half to the last bit of a float, so that the addition rounds. */
+    const uint32_t small = bits_of_float(float_of_bits(rest) + 0.5f) - 0x3f000000u;
+    const uint32_t normal = (rest + 0x0fffu + (rest >> 13 & 1u) - (112u << 23)) >> 13;
+    const uint32_t nan = 0x7e00u | (rest >> 13 & 0x03ffu);
+    return (uint16_t)(sign | (rest > 0x7f800000u    ? nan
+                              : rest >= 0x477ff000u ? 0x7c00u
+                              : rest < 0x38800000u  ? small
+                                                    : normal));
+}
+
+#define HALF(NAME)                                                                                                   \
+    static void take_##NAME(void *total, const void *values, Size n, double factor) {                                \
+        float *restrict t = total;                                                                                   \
+        const uint16_t *restrict v = values;                                                                         \
+        const float f = (float)factor;                                                                               \
+        for (Size i = 0; i < n; i++) t[i] = widen_##NAME(v[i]);                                                      \
+        if (f != 1.0f)                                                                                               \
+            for (Size i = 0; i < n; i++) t[i] *= f;                                                                  \
+    }                                                                                                                \
+    static void sum_##NAME(void *total, const void *values, Size n, double factor) {                                 \
+        float *restrict t = total;                                                                                   \
+        const uint16_t *restrict v = values;                                                                         \
+        const float f = (float)factor;                                                                               \
+        for (Size i = 0; i < n; i++) t[i] = t[i] + widen_##NAME(v[i]) * f;                                           \
+    }                                                                                                                \
+    static void prod_##NAME(void *total, const void *values, Size n, double factor) {                                \
+        (void)factor;                                                                                                \
+        float *restrict t = total;                                                                                   \
+        const uint16_t *restrict v = values;                                                                         \
+        for (Size i = 0; i < n; i++) t[i] = t[i] * widen_##NAME(v[i]);                                               \
+    }                                                                                                                \
+    static void min_##NAME(void *total, const void *values, Size n, double factor) {                                 \
+        (void)factor;                                                                                                \
+        float *restrict t = total;                                                                                   \
+        const uint16_t *restrict v = values;                                                                         \
+        for (Size i = 0; i < n; i++) {                                                                               \
+            const float a = t[i], b = widen_##NAME(v[i]);                                                            \
+            t[i] = (a < b) | (a != a) ? a : b;                                                                       \
+        }                                                                                                            \
+    }                                                                                                                \
+    static void max_##NAME(void *total, const void *values, Size n, double factor) {                                 \
+        (void)factor;                                                                                                \
+        float *restrict t = total;                                                                                   \
+        const uint16_t *restrict v = values;                                                                         \
+        for (Size i = 0; i < n; i++) {                                                                               \
+            const float a = t[i], b = widen_##NAME(v[i]);                                                            \
+            t[i] = (a > b) | (a != a) ? a : b;                                                                       \
+        }                                                                                                            \
+    }                                                                                                                \
+    static void give_##NAME(void *values, const void *total, Size n, int mean_of) {                                  \
+        uint16_t *restrict v = values;                                                                               \
+        const float *restrict t = total;                                                                             \
+        const float count = (float)mean_of, inverse = 1.0f / count;                                                  \
+        if ((mean_of & (mean_of - 1)) == 0)                                                                          \
+            for (Size i = 0; i < n; i++) v[i] = narrow_##NAME(t[i] * inverse);                                       \
+        else                                                                                                         \
+            for (Size i = 0; i < n; i++) v[i] = narrow_##NAME(t[i] / count);                                         \
+    }
+
+HALF(float16)
+HALF(bfloat16)
+
+/* The rows by the code of a dtype; CODES in kernels.py has the same order. */
+enum { COMPLEX64 = 12, COMPLEX128 = 13 };
+static const Dtype DTYPES[] = {
+    INTEGER_ROW(int8, int8_t),
+    INTEGER_ROW(int16, int16_t),
+    INTEGER_ROW(int32, int32_t),
+    INTEGER_ROW(int64, int64_t),
+    INTEGER_ROW(uint8, uint8_t), /* and bool: the least of two is "and", the greatest "or" */
+    INTEGER_ROW(uint16, uint16_t),
+    INTEGER_ROW(uint32, uint32_t),
+    INTEGER_ROW(uint64, uint64_t),
+    INTEGER_ROW(float32, float),
+    INTEGER_ROW(float64, double),
+    {2, 4, take_float16, {sum_float16, sum_float16, prod_float16, min_float16, max_float16}, give_float16},
+    {2, 4, take_bfloat16, {sum_bfloat16, sum_bfloat16, prod_bfloat16, min_bfloat16, max_bfloat16}, give_bfloat16},
+    {8, 8, take_complex64, {NULL, NULL, prod_complex64, NULL, NULL}, give_complex64},
+    {16, 16, take_complex128, {NULL, NULL, prod_complex128, NULL, NULL}, give_complex128},
+};
+enum { DTYPE_COUNT = sizeof DTYPES / sizeof *DTYPES, MAX_RANKS = 1024 };
+
+/* How one call reduces. */
+typedef struct {
+    const Dtype *dtype;
+    int op, size, mean_of;
+    const char *values[MAX_RANKS]; /* of each rank, of which the next block is reduced */
+    double factors[MAX_RANKS];
+} Reduction;
+
+static int begin_reduction(Reduction *reduction, Memory *m, int code, int op) {
+    if (code < 0 || code >= DTYPE_COUNT || op < 0 || op > MAX || m->size > MAX_RANKS) {
+        PyErr_SetString(PyExc_ValueError, "no such reduction");
+        return FAILED;
+    }
+    if (op <= MEAN && code == COMPLEX64) code = 8;
+    if (op <= MEAN && code == COMPLEX128) code = 9;
+    if (DTYPES[code].join[op] == NULL) {
+        PyErr_SetString(PyExc_ValueError, "complex numbers have no order");
+        return FAILED;
+    }
+    *reduction = (Reduction){.dtype = &DTYPES[code], .op = op, .size = m->size, .mean_of = op == MEAN ? m->size : 1};
+    return 0;
+}
+
+/* Reduces the next `bytes` values of all ranks, at most a block, to `out`. */
+static void reduce_block(Reduction *reduction, char *out, Size bytes) {
+    _Alignas(64) char total[2 * BLOCK_BYTES];
+    const Dtype *dtype = reduction->dtype;
+    const Size n = bytes / dtype->item;
+    dtype->take(total, reduction->values[0], n, reduction->factors[0]);
+    for (int rank = 1; rank < reduction->size; rank++)
+        dtype->join[reduction->op](total, reduction->values[rank], n, reduction->factors[rank]);
+    dtype->give(out, total, n, reduction->mean_of);
+    for (int rank = 0; rank < reduction->size; rank++) reduction->values[rank] += bytes;
+}
+
+/* -- all_reduce ------------------------------------------------------------------------------------------------------ */
+
+static void take_factors(Reduction *reduction, Memory *m) {
+    for (int rank = 0; rank < m->size; rank++) reduction->factors[rank] = factor_of(m, rank);
+}
+
+/* A small list: every rank reduces all of it, from the slots. */
+static int all_reduce_small(Call *call, Reduction *reduction, const List *sources, const List *targets) {
+    Memory *m = call->m;
+    const uint64_t round = m->rounds + 1;
+    Place from = {sources, 0, 0}, to = {targets, 0, 0};
+    pack(&from, slot(m, m->rank, round), sources->bytes);
+    if (end_phase(call, "packing") < 0) return FAILED;
+    const int result = meet(call);
+    if (result != SAME) return result;
+    if (end_phase(call, "waiting") < 0) return FAILED;
+    take_factors(reduction, m);
+    for (int rank = 0; rank < m->size; rank++) reduction->values[rank] = slot(m, rank, round);
+    for (Size done = 0; done < sources->bytes; done += BLOCK_BYTES) {
+        _Alignas(64) char block[BLOCK_BYTES];
+        const Size bytes = sources->bytes - done < BLOCK_BYTES ? sources->bytes - done : BLOCK_BYTES;
+        reduce_block(reduction, block, bytes);
+        unpack(&to, block, bytes);
+    }
+    return end_phase(call, "reducing");
+}
+
+/* The slice [low, high) of a chunk, in bytes, that a rank reduces; no two slices share a cache line. */
+static void slice_of(const Memory *m, int rank, Size bytes, Size *low, Size *high) {
+    Size begin = (bytes * rank / m->size + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+    Size end = (bytes * (rank + 1) / m->size + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+    *low = begin < bytes ? begin : bytes;
+    *high = end < bytes && rank + 1 < m->size ? end : bytes;
+}
+
+/* A large list, in chunks; see _in_chunks in plain.py. */
+static int all_reduce_large(Call *call, Reduction *reduction, const List *sources, const List *targets) {
+    Memory *m = call->m;
+    const Size length = m->slot_bytes, total = sources->bytes, chunks = (total + length - 1) / length;
+    const uint64_t first = m->rounds + 1;
+    Place published = {sources, 0, 0}, own = {sources, 0, 0}, reduced = {targets, 0, 0}, delivered = {targets, 0, 0};
+    for (Size k = 0; k < chunks + 2; k++) {
+        Size low, high;
+        if (k >= 2) { /* the results of the others, from the own slot */
+            const Size bytes = total - (k - 2) * length < length ? total - (k - 2) * length : length;
+            const char *results = slot(m, m->rank, first + (uint64_t)(k - 2));
+            slice_of(m, m->rank, bytes, &low, &high);
+            unpack(&delivered, results, low);
+            skip(&delivered, high - low);
+            unpack(&delivered, results + high, bytes - high);
+            if (end_phase(call, "splitting") < 0) return FAILED;
+        }
+        if (k < chunks) { /* what the others reduce, to the own slot */
+            const Size bytes = total - k * length < length ? total - k * length : length;
+            char *mine = slot(m, m->rank, first + (uint64_t)k);
+            slice_of(m, m->rank, bytes, &low, &high);
+            pack(&published, mine, low);
+            skip(&published, high - low);
+            pack(&published, mine + high, bytes - high);
+            if (end_phase(call, "packing") < 0) return FAILED;
+        }
+        if (k >= 1 && k <= chunks) { /* the own slice, for all */
+            const Size bytes = total - (k - 1) * length < length ? total - (k - 1) * length : length;
+            const uint64_t round = first + (uint64_t)(k - 1);
+            slice_of(m, m->rank, bytes, &low, &high);
+            if (k == 1) take_factors(reduction, m);
+            skip(&own, low);
+            skip(&reduced, low);
+            for (Size done = low; done < high;) {
+                _Alignas(64) char block[BLOCK_BYTES];
+                char *values;
+                const Size most = high - done < BLOCK_BYTES ? high - done : BLOCK_BYTES;
+                const Size run = run_from(&own, &values, most);
+                for (int rank = 0; rank < m->size; rank++)
+                    reduction->values[rank] = rank == m->rank ? values : slot(m, rank, round) + done;
+                reduce_block(reduction, block, run);
+                unpack(&reduced, block, run);
+                for (int rank = 0; rank < m->size; rank++)
+                    if (rank != m->rank) memcpy(slot(m, rank, round) + done, block, (size_t)run);
+                done += run;
+            }
+            skip(&own, bytes - high);
+            skip(&reduced, bytes - high);
+            if (end_phase(call, "reducing") < 0) return FAILED;
+        }
+        if (k <= chunks) {
+            const int result = meet(call);
+            if (result != SAME) return result; /* in the first round, before any target is written */
+            if (end_phase(call, "waiting") < 0) return FAILED;
+        }
+    }
+    return SAME;
+}
+
+/* -- reduce_scatter, and the moves of bytes --------------------------------------------------------------------------- */
+
+/* How many bytes a rank can publish for each of the others in one slot, in whole cache lines. */
+static Size share_of(const Memory *m) {
+    return m->slot_bytes / (m->size > 1 ? m->size - 1 : 1) / LINE_BYTES * LINE_BYTES;
+}
+
+/* Where, in the slot of `owner`, the share for `reader` begins. */
+static Size share_begin(const Memory *m, int owner, int reader, Size share) {
+    return (reader - owner - 1 + m->size) % m->size * share;
+}
+
+/* The bytes [*low, *high) of a rank's part that the step from `begin` on moves, counted in the whole array. */
+static void step_of(const Size *bounds, int rank, Size begin, Size length, Size *low, Size *high) {
+    *low = bounds[rank] + begin < bounds[rank + 1] ? bounds[rank] + begin : bounds[rank + 1];
+    *high = bounds[rank] + begin + length < bounds[rank + 1] ? bounds[rank] + begin + length : bounds[rank + 1];
+}
+
+static Size largest_part(const Size *bounds, int size) {
+    Size largest = 0;
+    for (int rank = 0; rank < size; rank++)
+        if (bounds[rank + 1] - bounds[rank] > largest) largest = bounds[rank + 1] - bounds[rank];
+    return largest;
+}
+
+static void publish_shares(Memory *m, const char *source, const Size *bounds, Size begin, Size share, char *mine) {
+    for (int step = 1; step < m->size; step++) {
+        const int peer = (m->rank + step) % m->size;
+        Size low, high;
+        step_of(bounds, peer, begin, share, &low, &high);
+        memcpy(mine + share_begin(m, m->rank, peer, share), source + low, (size_t)(high - low));
+    }
+}
+
+static int reduce_scatter_bytes(Call *call, Reduction *reduction, const char *source, char *target, const Size *bounds) {
+    Memory *m = call->m;
+    const Size share = share_of(m), largest = largest_part(bounds, m->size);
+    Size begin = 0;
+    do { /* at least one round, which compares the digests */
+        const uint64_t round = m->rounds + 1;
+        Size low, high;
+        publish_shares(m, source, bounds, begin, share, slot(m, m->rank, round));
+        const int result = meet(call);
+        if (result != SAME) return result;
+        take_factors(reduction, m);
+        step_of(bounds, m->rank, begin, share, &low, &high);
+        for (int rank = 0; rank < m->size; rank++)
+            reduction->values[rank] =
+                rank == m->rank ? source + low : slot(m, rank, round) + share_begin(m, rank, m->rank, share);
+        for (Size done = low; done < high; done += BLOCK_BYTES) {
+            _Alignas(64) char block[BLOCK_BYTES]; /* the target may be this part of the source */
+            const Size bytes = high - done < BLOCK_BYTES ? high - done : BLOCK_BYTES;
+            reduce_block(reduction, block, bytes);
+            memcpy(target + done - bounds[m->rank], block, (size_t)bytes);
+        }
+        begin += share;
+    } while (begin < largest);
+    return SAME;
+}
+
+static int broadcast_bytes(Call *call, const List *flats, int root) {
+    Memory *m = call->m;
+    Place place = {flats, 0, 0};
+    Size begin = 0;
+    do {
+        char *values = slot(m, root, m->rounds + 1);
+        const Size bytes = flats->bytes - begin < m->slot_bytes ? flats->bytes - begin : m->slot_bytes;
+        if (m->rank == root) pack(&place, values, bytes);
+        const int result = meet(call);
+        if (result != SAME) return result;
+        if (m->rank != root) unpack(&place, values, bytes);
+        begin += m->slot_bytes;
+    } while (begin < flats->bytes);
+    return SAME;
+}
+
+static int all_gather_bytes(Call *call, const char *source, char *target, const Size *bounds) {
+    Memory *m = call->m;
+    const Size largest = largest_part(bounds, m->size);
+    Size begin = 0;
+    do {
+        const uint64_t round = m->rounds + 1;
+        Size low, high;
+        step_of(bounds, m->rank, begin, m->slot_bytes, &low, &high);
+        const char *mine = source + low - bounds[m->rank];
+        memcpy(slot(m, m->rank, round), mine, (size_t)(high - low));
+        const int result = meet(call);
+        if (result != SAME) return result;
+        if (target + low != mine) memcpy(target + low, mine, (size_t)(high - low));
+        for (int step = 1; step < m->size; step++) { /* from the next rank on, so that not all read one slot at once */
+            const int rank = (m->rank + step) % m->size;
+            step_of(bounds, rank, begin, m->slot_bytes, &low, &high);
+            memcpy(target + low, slot(m, rank, round), (size_t)(high - low));
+        }
+        begin += m->slot_bytes;
+    } while (begin < largest);
+    return SAME;
+}
+
+static int all_to_all_bytes(
+    Call *call, const char *source, char *target, const Size *sent, const Size *received, Size largest) {
+    Memory *m = call->m;
+    const Size share = share_of(m);
+    Size begin = 0;
+    do {
+        const uint64_t round = m->rounds + 1;
+        Size low, high, from, to;
+        publish_shares(m, source, sent, begin, share, slot(m, m->rank, round));
+        const int result = meet(call);
+        if (result != SAME) return result;
+        step_of(received, m->rank, begin, share, &low, &high);
+        step_of(sent, m->rank, begin, share, &from, &to);
+        if (target + low != source + from) memcpy(target + low, source + from, (size_t)(high - low));
+        for (int step = 1; step < m->size; step++) {
+            const int rank = (m->rank + step) % m->size;
+            step_of(received, rank, begin, share, &low, &high);
+            memcpy(target + low, slot(m, rank, round) + share_begin(m, rank, m->rank, share), (size_t)(high - low));
+        }
+        begin += share;
+    } while (begin < largest);
+    return SAME;
+}
+
+/* -- The functions for Python ------------------------------------------------------------------------------------------ */
+
+static PyTypeObject *memory_type(PyObject *module);
+
+/* Takes what the last arguments of each function are: digest, layout, check. */
+static int begin_call(Call *call, PyObject *module, PyObject *memory, PyObject *const *last) {
+    const int is_memory = PyObject_IsInstance(memory, (PyObject *)memory_type(module));
+    if (is_memory <= 0) {
+        if (is_memory == 0) PyErr_SetString(PyExc_TypeError, "the first argument needs to be a Memory");
+        return FAILED;
+    }
+    *call = (Call){.m = (Memory *)memory, .phase = Py_None, .check = last[2], .factor = 1.0};
+    if (call->m->mapping.buf == NULL) {
+        PyErr_SetString(PyExc_ValueError, "the shared memory has been released");
+        return FAILED;
+    }
+    call->digest = PyLong_AsUnsignedLongLong(last[0]);
+    if (PyErr_Occurred()) return FAILED;
+    call->layout = PyLong_AsUnsignedLongLong(last[1]);
+    return PyErr_Occurred() ? FAILED : 0;
+}
+
+static int needs(Size given, Size wanted, const char *name) {
+    if (given == wanted) return 0;
+    PyErr_Format(PyExc_TypeError, "%s needs %zd arguments, got %zd", name, wanted, given);
+    return FAILED;
+}
+
+static Size *take_bounds(PyObject *bounds, int size, Size item) {
+    Size *taken = PySequence_Size(bounds) == size + 1 ? PyMem_Calloc((size_t)size + 1, sizeof(Size)) : NULL;
+    if (taken == NULL) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "there is one bound more than ranks");
+        return NULL;
+    }
+    for (int rank = 0; rank <= size; rank++) {
+        PyObject *bound = PySequence_GetItem(bounds, rank);
+        taken[rank] = bound == NULL ? 0 : PyLong_AsSsize_t(bound) * item;
+        Py_XDECREF(bound);
+        if (PyErr_Occurred()) {
+            PyMem_Free(taken);
+            return NULL;
+        }
+    }
+    return taken;
+}
+
+static PyObject *result_of(int result) { return result == FAILED ? NULL : PyLong_FromLong(result); }
+
+static PyObject *kernel_meet(PyObject *module, PyObject *const *arguments, Size count) {
+    Call call;
+    if (needs(count, 4, "meet") < 0 || begin_call(&call, module, arguments[0], arguments + 1) < 0) return NULL;
+    leave_python(&call);
+    const int result = meet(&call);
+    enter_python(&call);
+    return result_of(result);
+}
+
+/* all_reduce(memory, sources, targets, dtype, op, factor, phase, digest, layout, check) */
+static PyObject *kernel_all_reduce(PyObject *module, PyObject *const *arguments, Size count) {
+    Call call;
+    if (needs(count, 10, "all_reduce") < 0 || begin_call(&call, module, arguments[0], arguments + 7) < 0) return NULL;
+    const long code = PyLong_AsLong(arguments[3]), op = PyLong_AsLong(arguments[4]);
+    call.factor = PyFloat_AsDouble(arguments[5]);
+    call.phase = arguments[6];
+    Reduction *reduction = PyMem_Malloc(sizeof *reduction);
+    if (reduction == NULL) return PyErr_NoMemory();
+    List sources = {0}, targets = {0};
+    int result = FAILED;
+    if (PyErr_Occurred() || begin_reduction(reduction, call.m, (int)code, (int)op) < 0) goto end;
+    if (take_list(&sources, arguments[1], arguments[1] == arguments[2]) < 0) goto end;
+    if (arguments[1] != arguments[2] && take_list(&targets, arguments[2], true) < 0) goto end;
+    const List *into = arguments[1] == arguments[2] ? &sources : &targets;
+    if (into->bytes != sources.bytes) {
+        PyErr_SetString(PyExc_ValueError, "sources and targets have different sizes");
+        goto end;
+    }
+    leave_python(&call);
+    if (sources.bytes <= call.m->slot_bytes)
+        result = all_reduce_small(&call, reduction, &sources, into);
+    else
+        result = all_reduce_large(&call, reduction, &sources, into);
+    enter_python(&call);
+end:
+    release_list(&sources);
+    release_list(&targets);
+    PyMem_Free(reduction);
+    return result_of(result);
+}
+
+/* reduce_scatter(memory, source, target, bounds, dtype, op, digest, layout, check) */
+static PyObject *kernel_reduce_scatter(PyObject *module, PyObject *const *arguments, Size count) {
+    Call call;
+    if (needs(count, 9, "reduce_scatter") < 0 || begin_call(&call, module, arguments[0], arguments + 6) < 0) return NULL;
+    const long code = PyLong_AsLong(arguments[4]), op = PyLong_AsLong(arguments[5]);
+    Reduction *reduction = PyMem_Malloc(sizeof *reduction);
+    if (reduction == NULL) return PyErr_NoMemory();
+    Py_buffer source = {0}, target = {0};
+    Size *bounds = NULL;
+    int result = FAILED;
+    if (PyErr_Occurred() || begin_reduction(reduction, call.m, (int)code, (int)op) < 0) goto end;
+    bounds = take_bounds(arguments[3], call.m->size, DTYPES[code].item);
+    if (bounds == NULL || PyObject_GetBuffer(arguments[1], &source, PyBUF_SIMPLE) < 0) goto end;
+    if (PyObject_GetBuffer(arguments[2], &target, PyBUF_WRITABLE) < 0) goto end;
+    leave_python(&call);
+    result = reduce_scatter_bytes(&call, reduction, source.buf, target.buf, bounds);
+    enter_python(&call);
+end:
+    PyBuffer_Release(&source);
+    PyBuffer_Release(&target);
+    PyMem_Free(bounds);
+    PyMem_Free(reduction);
+    return result_of(result);
+}
+
+/* broadcast(memory, flats, root, digest, layout, check) */
+static PyObject *kernel_broadcast(PyObject *module, PyObject *const *arguments, Size count) {
+    Call call;
+    if (needs(count, 6, "broadcast") < 0 || begin_call(&call, module, arguments[0], arguments + 3) < 0) return NULL;
+    const long root = PyLong_AsLong(arguments[2]);
+    List flats;
+    if (PyErr_Occurred() || take_list(&flats, arguments[1], root != call.m->rank) < 0) return NULL;
+    leave_python(&call);
+    const int result = broadcast_bytes(&call, &flats, (int)root);
+    enter_python(&call);
+    release_list(&flats);
+    return result_of(result);
+}
+
+/* all_gather(memory, source, target, bounds, digest, layout, check) */
+static PyObject *kernel_all_gather(PyObject *module, PyObject *const *arguments, Size count) {
+    Call call;
+    if (needs(count, 7, "all_gather") < 0 || begin_call(&call, module, arguments[0], arguments + 4) < 0) return NULL;
+    Py_buffer source = {0}, target = {0};
+    Size *bounds = take_bounds(arguments[3], call.m->size, 1);
+    int result = FAILED;
+    if (bounds == NULL || PyObject_GetBuffer(arguments[1], &source, PyBUF_SIMPLE) < 0) goto end;
+    if (PyObject_GetBuffer(arguments[2], &target, PyBUF_WRITABLE) < 0) goto end;
+    leave_python(&call);
+    result = all_gather_bytes(&call, source.buf, target.buf, bounds);
+    enter_python(&call);
+end:
+    PyBuffer_Release(&source);
+    PyBuffer_Release(&target);
+    PyMem_Free(bounds);
+    return result_of(result);
+}
+
+/* all_to_all(memory, source, target, send_bounds, receive_bounds, largest, digest, layout, check) */
+static PyObject *kernel_all_to_all(PyObject *module, PyObject *const *arguments, Size count) {
+    Call call;
+    if (needs(count, 9, "all_to_all") < 0 || begin_call(&call, module, arguments[0], arguments + 6) < 0) return NULL;
+    Py_buffer source = {0}, target = {0};
+    Size *sent = take_bounds(arguments[3], call.m->size, 1), *received = NULL;
+    const Size largest = PyLong_AsSsize_t(arguments[5]);
+    int result = FAILED;
+    if (sent == NULL || (received = take_bounds(arguments[4], call.m->size, 1)) == NULL || PyErr_Occurred()) goto end;
+    if (PyObject_GetBuffer(arguments[1], &source, PyBUF_SIMPLE) < 0) goto end;
+    if (PyObject_GetBuffer(arguments[2], &target, PyBUF_WRITABLE) < 0) goto end;
+    leave_python(&call);
+    result = all_to_all_bytes(&call, source.buf, target.buf, sent, received, largest);
+    enter_python(&call);
+end:
+    PyBuffer_Release(&source);
+    PyBuffer_Release(&target);
+    PyMem_Free(sent);
+    PyMem_Free(received);
+    return result_of(result);
+}
+
+/* -- The type Memory, and the module ------------------------------------------------------------------------------------ */
+
+static int memory_init(Memory *m, PyObject *arguments, PyObject *names) {
+    static char *const keys[] = {"mapping", "rank", "size", "part_bytes", "slots_begin", "slot_bytes", "spin_us", NULL};
+    PyObject *mapping;
+    double spin_us;
+    if (m->mapping.buf != NULL) {
+        PyErr_SetString(PyExc_TypeError, "a Memory is made once");
+        return FAILED;
+    }
+    if (!PyArg_ParseTupleAndKeywords(arguments, names, "Oiinnnd", (char **)keys, &mapping, &m->rank, &m->size,
+                                     &m->part_bytes, &m->slots_begin, &m->slot_bytes, &spin_us))
+        return FAILED;
+    m->spin_ns = (int64_t)(spin_us * 1e3);
+    if (PyObject_GetBuffer(mapping, &m->mapping, PyBUF_WRITABLE) < 0) return FAILED;
+    const Size needed = m->slots_begin + SLOTS * m->slot_bytes;
+    if (m->size < 1 || m->rank < 0 || m->rank >= m->size || m->slot_bytes < LINE_BYTES || needed > m->part_bytes ||
+        m->mapping.len < m->size * m->part_bytes) {
+        PyBuffer_Release(&m->mapping);
+        PyErr_SetString(PyExc_ValueError, "the mapping is too small for these ranks and slots");
+        return FAILED;
+    }
+    return 0;
+}
+
+static PyObject *memory_release(Memory *m, PyObject *nothing) {
+    (void)nothing;
+    PyBuffer_Release(&m->mapping);
+    Py_RETURN_NONE;
+}
+
+static void memory_dealloc(Memory *m) {
+    PyTypeObject *type = Py_TYPE((PyObject *)m);
+    PyBuffer_Release(&m->mapping);
+    freefunc free = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free(m);
+    Py_DECREF(type);
+}
+
+static PyMemberDef memory_members[] = {
+    {"rank", T_INT, offsetof(Memory, rank), READONLY, NULL},
+    {"size", T_INT, offsetof(Memory, size), READONLY, NULL},
+    {"slot_bytes", T_PYSSIZET, offsetof(Memory, slot_bytes), READONLY, NULL},
+    {"rounds", T_ULONGLONG, offsetof(Memory, rounds), 0, "How many rounds this rank has completed."},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyMethodDef memory_methods[] = {
+    {"release", (PyCFunction)memory_release, METH_NOARGS, "Gives the buffer back. No later call uses it."},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot memory_slots[] = {
+    {Py_tp_doc, "The shared memory of a communicator, as one rank sees it."},
+    {Py_tp_init, memory_init},
+    {Py_tp_dealloc, memory_dealloc},
+    {Py_tp_members, memory_members},
+    {Py_tp_methods, memory_methods},
+    {0, NULL},
+};
+static PyType_Spec memory_spec = {
+    "gradsync.communicators.shared_memory._kernels.Memory",
+    sizeof(Memory),
+    0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    memory_slots,
+};
+
+typedef struct {
+    PyTypeObject *memory;
+} State;
+
+static PyTypeObject *memory_type(PyObject *module) { return ((State *)PyModule_GetState(module))->memory; }
+
+static int module_exec(PyObject *module) {
+    State *state = PyModule_GetState(module);
+    state->memory = (PyTypeObject *)PyType_FromModuleAndSpec(module, &memory_spec, NULL);
+    if (state->memory == NULL || PyModule_AddType(module, state->memory) < 0) return FAILED;
+    return PyModule_AddIntConstant(module, "LAYOUT_VERSION", LAYOUT_VERSION);
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg) {
+    Py_VISIT(((State *)PyModule_GetState(module))->memory);
+    return 0;
+}
+
+static int module_clear(PyObject *module) {
+    Py_CLEAR(((State *)PyModule_GetState(module))->memory);
+    return 0;
+}
+
+#define KERNEL(NAME, DOC) {#NAME, (PyCFunction)(void (*)(void))kernel_##NAME, METH_FASTCALL, DOC}
+static PyMethodDef module_functions[] = {
+    KERNEL(meet, "See plain.py."),
+    KERNEL(all_reduce, "See plain.py."),
+    KERNEL(reduce_scatter, "See plain.py."),
+    KERNEL(broadcast, "See plain.py."),
+    KERNEL(all_gather, "See plain.py."),
+    KERNEL(all_to_all, "See plain.py."),
+    {NULL, NULL, 0, NULL},
+};
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+#if defined(Py_mod_gil) && !defined(Py_LIMITED_API)
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
+static struct PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT,
+    "_kernels",
+    "The inner loops over shared memory, in C; see plain.py.",
+    sizeof(State),
+    module_functions,
+    module_slots,
+    module_traverse,
+    module_clear,
+    NULL,
+};
+
+PyMODINIT_FUNC PyInit__kernels(void) { return PyModuleDef_Init(&module_definition); }
