@@ -44,7 +44,14 @@ typedef struct {
     Size part_bytes, slots_begin, slot_bytes;
     uint64_t rounds;
     int64_t spin_ns;
+    struct Values *values; /* of each rank, for the running call */
 } Memory;
+
+/* The values of one rank, of which the next block is reduced, and the factor that multiplies them. */
+struct Values {
+    const char *at;
+    double factor;
+};
 
 static inline char *part(Memory *m, int rank) { return (char *)m->mapping.buf + rank * m->part_bytes; }
 
@@ -520,18 +527,17 @@ static const Dtype DTYPES[] = {
     {8, 8, take_complex64, {NULL, NULL, prod_complex64, NULL, NULL}, give_complex64},
     {16, 16, take_complex128, {NULL, NULL, prod_complex128, NULL, NULL}, give_complex128},
 };
-enum { DTYPE_COUNT = sizeof DTYPES / sizeof *DTYPES, MAX_RANKS = 1024 };
+enum { DTYPE_COUNT = sizeof DTYPES / sizeof *DTYPES };
 
 /* How one call reduces. */
 typedef struct {
     const Dtype *dtype;
     int op, size, mean_of;
-    const char *values[MAX_RANKS]; /* of each rank, of which the next block is reduced */
-    double factors[MAX_RANKS];
+    struct Values *values;
 } Reduction;
 
 static int begin_reduction(Reduction *reduction, Memory *m, int code, int op) {
-    if (code < 0 || code >= DTYPE_COUNT || op < 0 || op > MAX || m->size > MAX_RANKS) {
+    if (code < 0 || code >= DTYPE_COUNT || op < 0 || op > MAX) {
         PyErr_SetString(PyExc_ValueError, "no such reduction");
         return FAILED;
     }
@@ -541,7 +547,8 @@ static int begin_reduction(Reduction *reduction, Memory *m, int code, int op) {
         PyErr_SetString(PyExc_ValueError, "complex numbers have no order");
         return FAILED;
     }
-    *reduction = (Reduction){.dtype = &DTYPES[code], .op = op, .size = m->size, .mean_of = op == MEAN ? m->size : 1};
+    *reduction = (Reduction){&DTYPES[code], op, m->size, op == MEAN ? m->size : 1, m->values};
+    for (int rank = 0; rank < m->size; rank++) m->values[rank].factor = 1.0;
     return 0;
 }
 
@@ -550,17 +557,18 @@ static void reduce_block(Reduction *reduction, char *out, Size bytes) {
     _Alignas(64) char total[2 * BLOCK_BYTES];
     const Dtype *dtype = reduction->dtype;
     const Size n = bytes / dtype->item;
-    dtype->take(total, reduction->values[0], n, reduction->factors[0]);
+    struct Values *values = reduction->values;
+    dtype->take(total, values[0].at, n, values[0].factor);
     for (int rank = 1; rank < reduction->size; rank++)
-        dtype->join[reduction->op](total, reduction->values[rank], n, reduction->factors[rank]);
+        dtype->join[reduction->op](total, values[rank].at, n, values[rank].factor);
     dtype->give(out, total, n, reduction->mean_of);
-    for (int rank = 0; rank < reduction->size; rank++) reduction->values[rank] += bytes;
+    for (int rank = 0; rank < reduction->size; rank++) values[rank].at += bytes;
 }
 
 /* -- all_reduce ------------------------------------------------------------------------------------------------------ */
 
 static void take_factors(Reduction *reduction, Memory *m) {
-    for (int rank = 0; rank < m->size; rank++) reduction->factors[rank] = factor_of(m, rank);
+    for (int rank = 0; rank < m->size; rank++) reduction->values[rank].factor = factor_of(m, rank);
 }
 
 /* A small list: every rank reduces all of it, from the slots. */
@@ -574,7 +582,7 @@ static int all_reduce_small(Call *call, Reduction *reduction, const List *source
     if (result != SAME) return result;
     if (end_phase(call, "waiting") < 0) return FAILED;
     take_factors(reduction, m);
-    for (int rank = 0; rank < m->size; rank++) reduction->values[rank] = slot(m, rank, round);
+    for (int rank = 0; rank < m->size; rank++) reduction->values[rank].at = slot(m, rank, round);
     for (Size done = 0; done < sources->bytes; done += BLOCK_BYTES) {
         _Alignas(64) char block[BLOCK_BYTES];
         const Size bytes = sources->bytes - done < BLOCK_BYTES ? sources->bytes - done : BLOCK_BYTES;
@@ -631,7 +639,7 @@ static int all_reduce_large(Call *call, Reduction *reduction, const List *source
                 const Size most = high - done < BLOCK_BYTES ? high - done : BLOCK_BYTES;
                 const Size run = run_from(&own, &values, most);
                 for (int rank = 0; rank < m->size; rank++)
-                    reduction->values[rank] = rank == m->rank ? values : slot(m, rank, round) + done;
+                    reduction->values[rank].at = rank == m->rank ? values : slot(m, rank, round) + done;
                 reduce_block(reduction, block, run);
                 unpack(&reduced, block, run);
                 for (int rank = 0; rank < m->size; rank++)
@@ -838,11 +846,10 @@ static PyObject *kernel_all_reduce(PyObject *module, PyObject *const *arguments,
     const long code = PyLong_AsLong(arguments[3]), op = PyLong_AsLong(arguments[4]);
     call.factor = PyFloat_AsDouble(arguments[5]);
     call.phase = arguments[6];
-    Reduction *reduction = PyMem_Malloc(sizeof *reduction);
-    if (reduction == NULL) return PyErr_NoMemory();
+    Reduction reduction;
     List sources = {0}, targets = {0};
     int result = FAILED;
-    if (PyErr_Occurred() || begin_reduction(reduction, call.m, (int)code, (int)op) < 0) goto end;
+    if (PyErr_Occurred() || begin_reduction(&reduction, call.m, (int)code, (int)op) < 0) goto end;
     if (take_list(&sources, arguments[1], arguments[1] == arguments[2]) < 0) goto end;
     if (arguments[1] != arguments[2] && take_list(&targets, arguments[2], true) < 0) goto end;
     const List *into = arguments[1] == arguments[2] ? &sources : &targets;
@@ -852,14 +859,13 @@ static PyObject *kernel_all_reduce(PyObject *module, PyObject *const *arguments,
     }
     leave_python(&call);
     if (sources.bytes <= call.m->slot_bytes)
-        result = all_reduce_small(&call, reduction, &sources, into);
+        result = all_reduce_small(&call, &reduction, &sources, into);
     else
-        result = all_reduce_large(&call, reduction, &sources, into);
+        result = all_reduce_large(&call, &reduction, &sources, into);
     enter_python(&call);
 end:
     release_list(&sources);
     release_list(&targets);
-    PyMem_Free(reduction);
     return result_of(result);
 }
 
@@ -868,23 +874,21 @@ static PyObject *kernel_reduce_scatter(PyObject *module, PyObject *const *argume
     Call call;
     if (needs(count, 9, "reduce_scatter") < 0 || begin_call(&call, module, arguments[0], arguments + 6) < 0) return NULL;
     const long code = PyLong_AsLong(arguments[4]), op = PyLong_AsLong(arguments[5]);
-    Reduction *reduction = PyMem_Malloc(sizeof *reduction);
-    if (reduction == NULL) return PyErr_NoMemory();
+    Reduction reduction;
     Py_buffer source = {0}, target = {0};
     Size *bounds = NULL;
     int result = FAILED;
-    if (PyErr_Occurred() || begin_reduction(reduction, call.m, (int)code, (int)op) < 0) goto end;
+    if (PyErr_Occurred() || begin_reduction(&reduction, call.m, (int)code, (int)op) < 0) goto end;
     bounds = take_bounds(arguments[3], call.m->size, DTYPES[code].item);
     if (bounds == NULL || PyObject_GetBuffer(arguments[1], &source, PyBUF_SIMPLE) < 0) goto end;
     if (PyObject_GetBuffer(arguments[2], &target, PyBUF_WRITABLE) < 0) goto end;
     leave_python(&call);
-    result = reduce_scatter_bytes(&call, reduction, source.buf, target.buf, bounds);
+    result = reduce_scatter_bytes(&call, &reduction, source.buf, target.buf, bounds);
     enter_python(&call);
 end:
     PyBuffer_Release(&source);
     PyBuffer_Release(&target);
     PyMem_Free(bounds);
-    PyMem_Free(reduction);
     return result_of(result);
 }
 
@@ -965,6 +969,12 @@ static int memory_init(Memory *m, PyObject *arguments, PyObject *names) {
         PyErr_SetString(PyExc_ValueError, "the mapping is too small for these ranks and slots");
         return FAILED;
     }
+    m->values = PyMem_Calloc((size_t)m->size, sizeof *m->values);
+    if (m->values == NULL) {
+        PyBuffer_Release(&m->mapping);
+        PyErr_NoMemory();
+        return FAILED;
+    }
     return 0;
 }
 
@@ -977,6 +987,7 @@ static PyObject *memory_release(Memory *m, PyObject *nothing) {
 static void memory_dealloc(Memory *m) {
     PyTypeObject *type = Py_TYPE((PyObject *)m);
     PyBuffer_Release(&m->mapping);
+    PyMem_Free(m->values);
     freefunc free = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free(m);
     Py_DECREF(type);
