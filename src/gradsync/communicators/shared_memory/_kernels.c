@@ -706,7 +706,7 @@ static int reduce_scatter_bytes(Call *call, Reduction *reduction, const char *so
         take_factors(reduction, m);
         step_of(bounds, m->rank, begin, share, &low, &high);
         for (int rank = 0; rank < m->size; rank++)
-            reduction->values[rank] =
+            reduction->values[rank].at =
                 rank == m->rank ? source + low : slot(m, rank, round) + share_begin(m, rank, m->rank, share);
         for (Size done = low; done < high; done += BLOCK_BYTES) {
             _Alignas(64) char block[BLOCK_BYTES]; /* the target may be this part of the source */
