@@ -20,6 +20,7 @@ from gradsync.diagnostics import FlightRecorder
 from gradsync.errors import (
     CollectiveTimeout,
     CommunicatorClosed,
+    GradsyncError,
     InvalidArgument,
     PlanMismatch,
     RankFailed,
@@ -63,7 +64,10 @@ class Lifetime:
         self.ended_because: str | None = None
         self.is_inherited = False
         self.messages: Messages | None = None
-        self._unraised: BaseException | None = None  # a failure found outside of a collective, for the next call
+        self._failure: BaseException | None = None  # the first one: it has ended the communicator
+        self._unraised: BaseException | None = (
+            None  # the same, if it was found outside of a collective: for the next call
+        )
         with _registering:
             _of_this_process.add(self)
 
@@ -82,7 +86,7 @@ class Lifetime:
 
         Args:
             what: the collective's name in errors.
-            agreement: the Agreement that describes this collective; None: it is not recorded.
+            agreement: the Agreement that describes this collective; None: it is not recorded, and starts no messages.
 
         Raises:
             InvalidArgument: the caller is a done-callback. __enter__ raises it if another thread runs a collective.
@@ -107,8 +111,8 @@ class Lifetime:
             self._what = what
             if agreement is not None:
                 self._recorder.begin(agreement)
-            if self.messages is not None and self.messages.unstarted:
-                self.messages.start()
+                if self.messages is not None and self.messages.unstarted:
+                    self.messages.start()
         except BaseException as error:
             self.__exit__(type(error), error if self._what else None, None)
             raise
@@ -117,7 +121,7 @@ class Lifetime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, (PlanMismatch, LayoutsDiffer)):  # all ranks raise these
-            self._abort_inside(headline(error), culprit_of(error))
+            self._abort_inside(headline(error), culprit_of(error), error)
         self._what = ""
         self._recorder.end(error is not None)
         self._holder.clear()
@@ -155,7 +159,9 @@ class Lifetime:
         """Ends the communicator because of a failure found outside of a collective; the next call raises the error."""
         with self._ending:
             if self.ended_because is None:
-                self._unraised = error  # before the reason, because a call that sees the reason raises the error
+                self._failure = self._unraised = (
+                    error  # before the reason: a call that sees the reason raises the error
+                )
                 self.ended_because = f"it failed: {headline(error)}"
         self._release_when_idle()
 
@@ -174,10 +180,13 @@ class Lifetime:
             error, self._unraised = self._unraised, None
             raise error
         if self.ended_because is not None:
-            raise CommunicatorClosed(
-                f"{self.label}: {what} was called on a {self._backend.name} communicator that cannot be used: "
-                f"{self.ended_because}"
-            )
+            raise self._closed(what)
+
+    def _closed(self, what: str) -> CommunicatorClosed:
+        return CommunicatorClosed(
+            f"{self.label}: {what} was called on a {self._backend.name} communicator that cannot be used: "
+            f"{self.ended_because}"
+        )
 
     def disown(self) -> None:
         """Ends the communicator in a forked child, which has the parent's memory but is not a rank."""
@@ -187,8 +196,10 @@ class Lifetime:
         self._ending = threading.RLock()
         self._what = ""
         self._is_released = True  # the resources belong to the parent
+        if self.messages is not None:
+            self.messages.disown(self._closed("a message"))
 
-    def _abort_inside(self, reason: str, culprit: int | None) -> None:
+    def _abort_inside(self, reason: str, culprit: int | None, error: BaseException | None = None) -> None:
         """Ends the communicator because a collective failed after it began: the other ranks must not wait in it."""
         reason = f"in {self._what}: {reason}"
         with self._ending:
@@ -196,6 +207,7 @@ class Lifetime:
             # rank ignores a close.
             if self._is_closed_only:
                 self._announcement, self._is_closed_only = (reason, culprit), False
+            self._failure = self._failure or error
             self._claim_end(f"it was aborted: {reason}", (reason, culprit))
         self._announce()
 
@@ -238,7 +250,8 @@ class Lifetime:
             finally:
                 self._holder.clear()
             if self.messages is not None:
-                self.messages.end()
+                failure = self._failure
+                self.messages.end(failure if isinstance(failure, GradsyncError) else self._closed("a message"))
 
     def _leave_group(self) -> None:
         """Closes the rendezvous client of a group, so that this rank leaves the group. The world's client stays open.
