@@ -7,6 +7,7 @@ that finds its own entry, but not the frame on its stack, was interrupted there,
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -24,6 +25,7 @@ from gradsync.errors import (
     InvalidArgument,
     PlanMismatch,
     RankFailed,
+    describe,
     headline,
 )
 from gradsync.futures import refuse_in_callback, this_thread
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
     from gradsync.communicators.backend import Backend
     from gradsync.communicators.messages import Messages
+
+_log = logging.getLogger("gradsync")
 
 
 class Lifetime:
@@ -141,8 +145,11 @@ class Lifetime:
     # -- The end -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Closes the communicator."""
+        """Closes the communicator; logs a failure that was found outside of a collective, if no call has raised it."""
         self._free_interrupted()
+        if self._unraised is not None:
+            error, self._unraised = self._unraised, None
+            _log.error("%s: the communicator had failed: %s", self.label, describe(error))
         self._claim_end("it was closed", (None, None), closed_only=True)
         self._announce()
         self._release_when_idle()
