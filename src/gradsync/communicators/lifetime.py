@@ -126,6 +126,7 @@ class Lifetime:
     ) -> None:
         if error is not None and not isinstance(error, (PlanMismatch, LayoutsDiffer)):  # all ranks raise these
             self._abort_inside(headline(error), culprit_of(error), error)
+            self._unraised = None  # this call tells
         self._what = ""
         self._recorder.end(error is not None)
         self._holder.clear()
@@ -162,14 +163,20 @@ class Lifetime:
         self._announce()
         self._release_when_idle()
 
-    def fail(self, error: BaseException) -> None:
-        """Ends the communicator because of a failure found outside of a collective; the next call raises the error."""
+    def fail(self, error: BaseException, is_known: bool = False) -> None:
+        """Ends the communicator because of a failure found outside of a collective.
+
+        Args:
+            error: the failure, which the next call raises.
+            is_known: whether the program has it already, e.g. from a future. Then no call raises it.
+        """
         with self._ending:
             if self.ended_because is None:
-                self._failure = self._unraised = (
-                    error  # before the reason: a call that sees the reason raises the error
-                )
+                # Before the reason, because a call that sees the reason raises the error.
+                self._failure = self._unraised = error
                 self.ended_because = f"it failed: {headline(error)}"
+            if is_known:
+                self._unraised = None
         self._release_when_idle()
 
     def check_usable(self, what: str) -> None:
