@@ -356,9 +356,9 @@ def serve(
 
 
 def _add_pipes() -> None:
-    """As if pipe_backend were an installed package: its lines are not the user's."""
+    """A row for pipe_backend. It and the fake CuPy are as if they were installed: their lines are not the user's."""
     backends.TABLE["pipes"] = backends.BackendRow("pipe_backend")
-    errors._PACKAGES = (*errors._PACKAGES, "pipe_backend.py")
+    errors._PACKAGES = (*errors._PACKAGES, "pipe_backend.py", "/fake_cupy/")
 
 
 def _serve(connection: Connection, comm: Any) -> None:

@@ -402,29 +402,36 @@ class CollectiveFuture:
         return FutureNotReady(f"{what} of {self.name} is not ready: {self._PENDING}")
 
 
-class FailedFuture(CollectiveFuture):
-    """The future of a collective that has failed. An error that nobody reads is logged."""
+class LoggedFuture(CollectiveFuture):
+    """The future of a collective that has failed, or of a message, which may. An error that nobody reads is logged."""
 
     __slots__ = ("_was_read",)
 
-    def __init__(self, name: str, error: BaseException) -> None:
-        super().__init__(name, Failed(error), None)
-        self._was_read = isinstance(error, CommunicatorClosed)  # what ended the communicator has been reported
+    def __init__(self, name: str, work: Work, value: Any = None) -> None:
+        super().__init__(name, work, value)
+        self._was_read = False
 
     def _order(self, stream: Any, timeout: float | None) -> None:
-        self._was_read = True
-        super()._order(stream, timeout)
+        try:
+            super()._order(stream, timeout)
+        finally:
+            self._was_read = self.done()
 
     def exception(self) -> BaseException | None:
         """See CollectiveFuture."""
+        error = super().exception()
         self._was_read = True
-        return super().exception()
+        return error
 
     def __del__(self) -> None:
         if not self._was_read:
-            error = self.exception()
-            assert error is not None
-            _log.error("%s failed, and the program has not read its future: %s", self.name, describe(error))
+            self._work.when_done(partial(_log_unread, self.name, self._work))
+
+
+def _log_unread(name: str, work: Work) -> None:
+    error = work.failure()
+    if error is not None and not isinstance(error, CommunicatorClosed):  # what ended the communicator has been reported
+        _log.error("%s failed, and the program has not read its future: %s", name, describe(error))
 
 
 class GradientFuture(CollectiveFuture):

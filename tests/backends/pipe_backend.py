@@ -13,6 +13,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
@@ -229,6 +230,9 @@ class PipeBackend(Backend):
                 continue
             waited_seconds, whom = time.monotonic() - began, [self.ranks[rank] for rank in missing()]
             self._look(position, whom)
+            if ended := [self.ranks[rank] for rank in missing() if rank not in self._peers.values()]:
+                await_cause(CAUSE_SECONDS, lambda: self._look(position, ended))
+                raise RankFailed(f"{self.label}: the pipe to rank {ended[0]} has ended", rank=ended[0])
             self._failures.warn(waited_seconds, whom)
             if waited_seconds > self.timeout_seconds:
                 self._failures.time_out(waited_seconds, whom)
@@ -240,11 +244,9 @@ class PipeBackend(Backend):
             peer = self._peers[pipe]
             try:
                 frame = pipe.recv_bytes()
-            except (EOFError, OSError) as error:
+            except (EOFError, OSError):  # the peer has ended the communicator, or has died
                 del self._peers[pipe]
-                position, whom = self._begun - 1, [self.ranks[peer]]
-                await_cause(CAUSE_SECONDS, lambda: self._look(position, whom))
-                raise RankFailed(f"{self.label}: the pipe to rank {whom[0]} has ended", rank=whom[0]) from error
+                continue
             self._came[peer, frame[:1]].append(frame[1:])
         for moving in list(self._moving.values()):
             while moving and next(moving[0], moving) is moving:  # it has ended
@@ -284,13 +286,10 @@ class _Writer:
         threading.Thread(target=self._run, args=(pipe,), name="pipes-writer", daemon=True).start()
 
     def _run(self, pipe: Any) -> None:
-        try:
-            for frame in iter(self.frames.get, None):
+        for frame in iter(self.frames.get, None):
+            with suppress(OSError):  # the peer is gone: whoever reads finds out
                 pipe.send_bytes(frame)
-        except OSError:
-            pass  # the peer is gone: whoever reads finds out
-        finally:
-            pipe.close()
+        pipe.close()
 
 
 def _fill(target: Array, data: bytes) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from backends.on_cuda import HANGS, SIZE, assert_all, full, meet, side_stream, total
+from backends.on_cuda import HANGS, SIZE, assert_all, full, hear, meet, side_stream, tell, total
 from obstacle import Obstacle
 
 # Pauses on each stream, and work that an obstacle holds up until the host has made all its calls.
@@ -279,6 +279,27 @@ def test_groups_with_common_members_run_in_the_order_of_the_calls(comm):
     for group in groups.values():
         if group:
             group.close()
+
+
+@pytest.mark.ranks(2, on=("fake", "gpu"), environment=HANGS, fresh=True)
+def test_a_message_is_launched_before_the_collective_of_a_group_that_the_ranks_agreed_on_later(comm, tmp_path):
+    """Else it would wait for the collective on one GPU, and the collective for it on the other."""
+    group = comm.new_group([0, 1])
+    group.barrier()
+    comm.send(full(0), 1) if comm.rank == 0 else comm.recv(full(0), 0)  # the first contact blocks the host
+    if comm.rank == 0:
+        future = comm.asynchronous.send(full(5), 1)
+        future.done()  # begins it
+        tell(tmp_path, "rank 0 has begun it")
+        hear(tmp_path, "rank 1 has launched it")
+        assert_all(group.all_reduce(full(1)), 2)
+        future.result()
+    else:
+        hear(tmp_path, "rank 0 has begun it")
+        room = comm.recv(full(0), 0)
+        tell(tmp_path, "rank 1 has launched it")
+        assert_all(group.all_reduce(full(1)), 2)
+        assert_all(room, 5)
 
 
 @pytest.mark.ranks(on={"fake": (2,), "gpu": (2,)}, environment=HANGS)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from arrays import assert_identical
+from arrays import assert_close, assert_identical, assert_same_on_all_ranks, contribution, dtype_of
 from commands import wait_until
 from gradsync.communicators.shared_memory import segment  # no other way to have two machines
 
@@ -41,6 +41,29 @@ def test_sizes_around_every_power_of_two(comm):
             assert_identical(dealt, np.concatenate(ranks))
             total = comm.reduce_scatter(np.concatenate([ranks[rank]] * n), "max")
             assert_identical(total, np.max(ranks, axis=0))
+
+
+@pytest.mark.ranks(1, 2, 5)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "complex128"])
+def test_lists_around_the_size_of_a_chunk(comm, dtype):
+    """Steps of one bucket, in the world and in a group, whose chunks are smaller; plain, and with weights."""
+    n, wide = comm.world_size, np.complex128 if dtype == "complex128" else np.float64
+    weights = np.arange(1.0, n + 1.0)
+    shares = {False: np.full(n, 1 / n), True: weights / weights.sum()}
+    for communicator, chunk_bytes in ((comm, 512 * 1024), (comm.split(0), 256 * 1024)):
+        chunk, sync = chunk_bytes // dtype_of(dtype).itemsize, gs.AllreduceCallback("mean", communicator)
+        for seed, sizes in enumerate(
+            ([chunk - 1], [chunk], [chunk + 1], [0, chunk // 4, 0, 1], [7] * 40 + [2 * chunk + 1] + [0, 3] * 20)
+        ):
+            of_ranks = [[contribution(rank, size, dtype, seed) for size in sizes] for rank in range(n)]
+            for is_weighted in (False, True):
+                with sync.backward(weight=weights[comm.rank] if is_weighted else None):
+                    for number, array in enumerate(of_ranks[comm.rank]):
+                        sync((seed, number), array.copy())
+                results = list(sync.results().values())
+                for got, *ranks in zip(results, *of_ranks, strict=True):
+                    assert_close(got, shares[is_weighted] @ np.stack(ranks).astype(wide), dtype, n)
+                assert_same_on_all_ranks(comm, results)
 
 
 @pytest.mark.ranks(2)
@@ -165,19 +188,22 @@ def test_more_memory_than_there_is(comm, tmp_path):
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("poor", [0, 2])
+@pytest.mark.parametrize("poor", [0, 1, 2])
 def test_a_rank_without_memory_while_joining_is_known_to_all(rank, poor):
-    """The one that makes the memory, and one that maps it."""
+    """The one that makes the memory, one that allocates its part, and one that maps all parts."""
 
     def refuse(*_, **__):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
+    if rank == poor == 1:
+        os.posix_fallocate = refuse
     if rank == poor == 2:
         mmap.mmap = refuse
     kind, size = (gs.BackendUnavailable if rank == poor else gs.RankFailed), resource.RLIM_INFINITY
     with limited(resource.RLIMIT_FSIZE, 1 << 12 if rank == poor == 0 else size), pytest.raises(kind) as raised:
         gs.init_process_group("shm")
     assert rank == poor or raised.value.rank == poor
+    assert poor == 0 or "memory" in str(raised.value)
     assert not gs.is_initialized()
 
 
@@ -201,6 +227,20 @@ def test_ranks_on_two_machines_are_refused(rank):
         segment.machine_identity = lambda: "another boot pid:[4026531836]"
     with pytest.raises((gs.BackendUnavailable, gs.RankFailed), match="host"):
         gs.init_process_group("shm")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", ["another file", "another pid namespace"])
+def test_what_proc_gives_must_be_the_memory_of_the_first_rank(rank, what):
+    if rank == 1 and what == "another file":
+        opened = os.open
+        segment.os.open = lambda path, *flags: opened("/dev/zero" if path.startswith("/proc/") else path, *flags)
+    elif rank == 1:
+        read = os.readlink
+        segment.os.readlink = lambda path: "1" if path == "/proc/self" else read(path)
+    with pytest.raises((gs.BackendUnavailable, gs.RankFailed), match=what) as raised:
+        gs.init_process_group("shm")
+    assert isinstance(raised.value, gs.BackendUnavailable) == (rank == 1)
 
 
 # -- What it leaves ---------------------------------------------------------------------------------------------------

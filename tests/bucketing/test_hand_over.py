@@ -10,10 +10,21 @@ import pytest
 
 import gradsync as gs
 from arrays import arrays_of
+from bucketing import reference
 from bucketing.reference import step
 
 PARAMETERS = {"a": ((2, 3), "float32"), "b": np.zeros(4), "c": ((), np.dtype("float64"))}
 ARRAYS = [np.ones(3)]
+MATRICES = {
+    "a": ((20, 30), "float32"),
+    "b": ((7, 5), "float32"),
+    "c": ((3,), "float32"),
+    "d": ((4, 3, 2), "float32"),
+    "e": ((), "float32"),
+    "f": ((6, 0), "float32"),
+    "g": ((9, 8), "float64"),
+    "h": ((5, 4), "float32"),
+}
 
 
 def test_make_allreduce_cb_is_the_callback():
@@ -295,3 +306,38 @@ def test_a_callback_without_a_group_goes_on_in_the_next_world(comm):
             for sync, gradient in zip(callbacks, gradients, strict=True):
                 gradient[...] = 1.0
                 assert (arrays.get(step(sync, {"a": gradient})["a"]) == 2).all()
+
+
+@pytest.mark.ranks(on={"local": (1,), "shm": (2, 3), "pipes": (2,), "fake": (2,), "mpi": (2,)})
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"parameters": MATRICES}, {"parameters": MATRICES, "gradient_as_bucket_view": True}, {"clip_norm": 1e-3}],
+    ids=lambda options: "+".join(options) or "plain",
+)
+@pytest.mark.parametrize("threshold_bytes", [1, 1000, None])
+def test_gradients_in_fortran_order_on_all_ranks_on_some_and_in_turns(comm, options, threshold_bytes):
+    """Where ranks have one order, values are reduced as they lie; where not, all go through copies."""
+    n, rank, arrays = comm.world_size, comm.rank, arrays_of(comm)
+    sync = gs.AllreduceCallback("mean", comm, threshold_bytes=threshold_bytes, **options)
+    for turn in range(6):
+        # On all ranks, on the first, on the last, the one or the other, and on none.
+        is_fortran = [
+            [True, rank == 0, rank == n - 1, (rank + at) % 2 == 0, (rank + at + turn) % 2 == 0, False][turn]
+            for at in range(len(MATRICES))
+        ]
+        of_ranks = reference.by_rank(n, turn, MATRICES)
+        gradients = {
+            name: arrays.put(np.asfortranarray(values) if turned and values.ndim else values)
+            for turned, (name, values) in zip(is_fortran, of_ranks[rank].items(), strict=True)
+        }
+        weights = [1.0 + each for each in range(n)] if turn % 2 else None
+        with sync.backward(weight=None if weights is None else weights[rank]):
+            futures = {name: sync(name, gradient) for name, gradient in gradients.items()}
+        wanted = reference.reduced(of_ranks, "mean", weights)
+        scale = min(1.0, options["clip_norm"] / reference.norm_of(wanted.values())) if "clip_norm" in options else 1.0
+        for name, future in futures.items():
+            got = arrays.get(future.result())
+            assert got.shape == MATRICES[name][0]
+            np.testing.assert_allclose(got, wanted[name] * scale, rtol=1e-5)
+            if "gradient_as_bucket_view" not in options:
+                assert future.result() is gradients[name]

@@ -88,7 +88,6 @@ def test_arrays_live_until_the_future_is_done_and_no_longer(comm):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="until communicators are rebuilt")
 def test_one_scratch_array_for_several_calls(comm, tmp_path):
     """On the CPU a collective runs within its call, so that its source is free afterwards."""
     scratch, futures = np.empty(200_000), []

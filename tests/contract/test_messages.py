@@ -157,19 +157,3 @@ def test_asynchronous_messages(comm):
         target = arrays.put(np.zeros_like(values))
         assert comm.asynchronous.recv(target, first).result() is target
         assert_identical(arrays.get(target), values)
-
-
-# Its time is short while it fails; it needs no options= once it passes.
-@pytest.mark.ranks(2, options={"collective_timeout_seconds": 0.5}, fresh=True)
-@pytest.mark.xfail(
-    strict=True, raises=(gs.CollectiveTimeout, gs.CommunicatorClosed), reason="until communicators are rebuilt"
-)
-@pytest.mark.parametrize("order", ["send first", "recv first"])
-def test_asynchronous_messages_in_any_order_on_both_ranks(comm, order):
-    """As Isend and Irecv: both go together when the first result is asked for."""
-    other, mine, room = 1 - comm.rank, np.full(4, float(comm.rank)), np.empty(4)
-    calls = [lambda: comm.asynchronous.send(mine, other), lambda: comm.asynchronous.recv(room, other)]
-    futures = [call() for call in (calls if order == "send first" else calls[::-1])]
-    for future in reversed(futures):
-        future.result()
-    assert (room == other).all()

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 import gradsync as gs
+from arrays import arrays_of
 from ranks import ALSO_ALONE, EVERYWHERE, ON_GPU, SEVERAL
+
+PAIRS = {"shm": (2, 3), "pipes": (2,), "fake": (2,), "mpi": (2,)}
 
 
 def object_of(rank):
@@ -149,6 +152,94 @@ def test_errors_of_a_group_name_ranks_of_the_world(comm):
         group.close()
 
 
+# -- Between two ranks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(on=SEVERAL | ON_GPU)
+def test_objects_from_one_rank_to_another(comm):
+    """In their order, beside messages of arrays, and copies."""
+    n, objects, arrays = comm.world_size, comm.objects, arrays_of(comm)
+    for sender in range(n if n > 1 else 0):
+        receiver = (sender + 1) % n
+        large, mine = np.arange(1_000_000.0), [sender]
+        if comm.rank == sender:
+            assert objects.send(object_of(sender), receiver) is None
+            comm.send(arrays.put(np.arange(5)), receiver)
+            future = comm.asynchronous.send(arrays.put(np.arange(7)), receiver)
+            for value in (None, b"", large, mine):
+                objects.send(value, receiver)
+            future.result()
+        elif comm.rank == receiver:
+            np.testing.assert_equal(objects.recv(sender), object_of(sender))
+            assert arrays.get(comm.recv(arrays.put(np.zeros(5, int)), sender))[4] == 4
+            future = comm.asynchronous.recv(arrays.put(np.zeros(7, int)), sender)
+            assert objects.recv(sender) is None
+            assert objects.recv(sender) == b""
+            np.testing.assert_equal(objects.recv(sender), large)
+            assert objects.recv(sender) == mine
+            assert arrays.get(future.result())[6] == 6
+    for wrong in (comm.rank, n, -1, None, "0", 0.0, True):
+        for call in (lambda: objects.send(1, wrong), lambda: objects.recv(wrong)):
+            with pytest.raises(gs.InvalidArgument, match="dest|source"):
+                call()
+
+
+@pytest.mark.ranks(on=PAIRS)
+@pytest.mark.parametrize("wrong", [threading.Lock, Refusing])
+def test_both_ranks_hear_of_a_sent_object_that_does_not_pickle(comm, wrong):
+    last = comm.world_size - 1
+    for _ in range(2):
+        if comm.rank in (0, last):
+            with pytest.raises(gs.InvalidArgument, match=f"rank {last}: its object cannot be pickled") as raised:
+                comm.objects.send(wrong(), 0) if comm.rank == last else comm.objects.recv(last)
+            assert (raised.value.__cause__ is not None) == (comm.rank == last)
+        if comm.rank == last:
+            comm.objects.send("right", 0)
+        elif comm.rank == 0:
+            assert comm.objects.recv(last) == "right"
+        comm.barrier()
+
+
+@pytest.mark.ranks(on=PAIRS)
+def test_only_the_receiver_raises_if_it_cannot_unpickle(comm):
+    last = comm.world_size - 1
+    if comm.rank == last:
+        comm.objects.send(Stubborn(0), 0)
+        comm.objects.send(Stubborn(1), 0)
+    elif comm.rank == 0:
+        with pytest.raises(gs.InvalidArgument, match=f"rank {last}") as raised:
+            comm.objects.recv(last)
+        assert isinstance(raised.value.__cause__, LookupError)
+        assert comm.objects.recv(last) == "came back"
+    comm.barrier()
+
+
+@pytest.mark.ranks(on=PAIRS)
+@pytest.mark.parametrize("size", [0, 1, 8, 500_000])
+@pytest.mark.parametrize("who", ["sender", "receiver", "pending receiver"])
+def test_an_object_against_an_array(comm, who, size):
+    """Also one of eight bytes, which is what the length of an object takes. Both ranks raise, and go on."""
+    last, array = comm.world_size - 1, arrays_of(comm).put(np.ones(size, np.uint8))
+    calls = {
+        "sender": (lambda: comm.send(array, last), lambda: comm.objects.recv(0)),
+        "receiver": (lambda: comm.objects.send("x" * size, last), lambda: comm.recv(array, 0)),
+        "pending receiver": (
+            lambda: comm.objects.send("x" * size, last),
+            lambda: comm.asynchronous.recv(array, 0).result(),
+        ),
+    }[who]
+    if comm.rank in (0, last):
+        with pytest.raises(gs.PlanMismatch) as raised:
+            calls[comm.rank == last]()
+        assert set(raised.value.descriptions) == {0, last}
+        assert (arrays_of(comm).get(array) == 1).all()
+    assert comm.objects.all_gather(comm.rank) == list(range(comm.world_size))
+    if comm.rank == 0:
+        comm.objects.send([1], last)
+    elif comm.rank == last:
+        assert comm.objects.recv(0) == [1]
+
+
 class Interrupting:
     """Pickles for as long as a user bears it."""
 
@@ -161,4 +252,6 @@ def test_ctrl_c_while_pickling_comes_before_the_collective(comm):
     if comm.rank == 0:
         with pytest.raises(KeyboardInterrupt):
             comm.objects.all_gather(Interrupting())
+        with pytest.raises(KeyboardInterrupt):
+            comm.objects.send(Interrupting(), 1)
     assert comm.objects.all_gather(comm.rank) == [0, 1]

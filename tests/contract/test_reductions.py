@@ -1,7 +1,7 @@
 """all_reduce, reduce and reduce_scatter, against NumPy in float64."""
 
 import warnings
-from itertools import count, product
+from itertools import count, permutations, product
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from arrays import (
     reduced,
     sizes_of,
 )
-from ranks import ALSO_ALONE, EVERYWHERE, ON_GPU, THREE_OF_FAKE
+from ranks import ALSO_ALONE, EVERYWHERE, ON_GPU, SEVERAL, THREE_OF_FAKE
 
 SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (13, 17), (4, 3, 5)]
 LARGE_SHAPES = {  # each way of accumulating, and each size of word
@@ -212,6 +212,69 @@ def test_fortran_order_on_all_ranks(comm):
         got = comm.all_reduce(array, op, out=arrays.xp.zeros_like(array) if out else None)
         assert got.flags.f_contiguous
         assert_close(arrays.get(got), reduced(op, (300, 500), "float32", n), "float32", n)
+
+
+def layouts_of(shape):
+    """What puts values of one shape into arrays that lie in memory in other ways."""
+    for layout in LAYOUTS:
+        yield layout, lambda values, layout=layout: in_layout(values, HostArrays(), layout)
+    for axes in permutations(range(len(shape))):
+        back = np.argsort(axes)
+        yield f"axes {axes}", lambda values, axes=axes, back=back: values.transpose(axes).copy().transpose(back)
+
+
+@pytest.mark.ranks(on=EVERYWHERE)
+@pytest.mark.parametrize(
+    "shape", [(), (5,), (1, 5), (5, 1), (0, 4), (4, 3), (300, 200), (2, 3, 4), (20, 30, 40)], ids=str
+)
+def test_elements_meet_by_index_whatever_lies_where(comm, shape):
+    """Fortran order on all ranks, on some, on one, and in the target alone; again in C order: nothing is left of it."""
+    n, arrays = comm.world_size, arrays_of(comm)
+    if comm.device != "cpu" and shape not in ((5, 1), (4, 3), (2, 3, 4)):
+        return
+    ways = dict(layouts_of(shape))
+    mine = contribution(comm.rank, shape, "float32")
+    wanted = {op: reduced(op, shape, "float32", n) for op in ("sum", "mean", "max")}
+    for number, (name, other) in enumerate(product(ways, ("C", "Fortran", "strided"))):
+        op = ("sum", "mean", "max")[number % 3]
+        for of_ranks in ([name] * n, [other] + [name] * (n - 1), [name] * (n - 1) + [other]):
+            array = arrays.put(ways[of_ranks[comm.rank]](mine))
+            assert comm.all_reduce(array, op) is array
+            assert_close(arrays.get(array), wanted[op], "float32", n)
+            source = read_only(arrays.put(ways[of_ranks[comm.rank]](mine)))
+            for to in {other, name}:
+                out = arrays.put(ways[to](np.zeros(shape, np.float32)))
+                assert comm.all_reduce(source, op, out=out) is out
+                assert_close(arrays.get(out), wanted[op], "float32", n)
+            assert_identical(arrays.get(source), mine)
+            on_root = comm.reduce(arrays.put(ways[of_ranks[comm.rank]](mine)), op, n - 1)
+            assert on_root is None or arrays.get(on_root).shape == shape
+            if on_root is not None:
+                assert_close(arrays.get(on_root), wanted[op], "float32", n)
+
+
+@pytest.mark.ranks(on=SEVERAL)
+def test_layouts_differ_beside_messages_futures_and_mistakes(comm):
+    """What all ranks do again in C order disturbs nothing, and a disagreement is one in either order."""
+    n, arrays = comm.world_size, arrays_of(comm)
+    after, before = (comm.rank + 1) % n, (comm.rank - 1) % n
+    put = [np.asfortranarray, np.ascontiguousarray][comm.rank % 2]
+    for call in range(3):
+        mine = contribution(comm.rank, (30, 40), "float64", call)
+        room = arrays.put(np.zeros(100_000))
+        received = comm.asynchronous.recv(room, before)
+        sent = comm.asynchronous.send(arrays.put(np.full(100_000, float(comm.rank))), after)
+        begun = comm.recorder.begun
+        future = comm.asynchronous.all_reduce(arrays.put(put(mine)), "sum")
+        assert_close(arrays.get(future.result()), reduced("sum", (30, 40), "float64", n, call), "float64", n)
+        assert future.done() or comm.device != "cpu"
+        assert comm.recorder.begun - begun <= 2
+        with pytest.raises(gs.PlanMismatch):
+            comm.all_reduce(arrays.put(put(np.ones((30, 40 + (comm.rank == 0))))))
+        with pytest.raises(gs.PlanMismatch):
+            comm.barrier() if comm.rank == 0 else comm.all_reduce(arrays.put(put(mine)))
+        sent.result()
+        assert (arrays.get(received.result()) == before).all()
 
 
 @pytest.mark.ranks(2, 3, on=("shm",))

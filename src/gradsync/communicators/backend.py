@@ -120,14 +120,14 @@ class Backend(ABC):
         rank, world_size, ranks, label: as in Communicator.
         recorder: the communicator's flight recorder.
         fail: a function that ends the communicator because of an error found outside of its methods, such as by a
-            thread that watches the GPU. Communicator sets it.
+            thread that watches the GPU: Lifetime.fail, which Communicator sets.
     """
 
     name: str
     device: str = "cpu"
     arrays: ArrayKind = _HOST_ARRAYS
     on_gpu = False
-    fail: Callable[[BaseException], None]
+    fail: Callable[..., None]
 
     def __init__(self, client: RendezvousClient | None, group: str, timeout_seconds: float) -> None:
         self.rank = 0 if client is None else client.rank

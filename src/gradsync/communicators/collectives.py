@@ -564,6 +564,7 @@ class Collectives(ABC):
         """
         backend, arrays, after = self._backend, self._arrays, None
         if backend.on_gpu:
+            self._lifetime.check_usable(what)  # CUDA's own error in a forked child would not give the reason
             stream = backend.checked_stream(stream, what)
             after = self._after(stream)
         with self._lifetime.turn(what, agreement), backend.launching(stream, after) as launch:

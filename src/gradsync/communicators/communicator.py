@@ -15,7 +15,7 @@ from gradsync.communicators.groups import CommunicatorTree, NonMember, await_mem
 from gradsync.communicators.lifetime import Lifetime, culprit_of
 from gradsync.communicators.messages import Messages
 from gradsync.errors import InvalidArgument, PlanMismatch, describe
-from gradsync.futures import CollectiveFuture, FailedFuture, Work, refuse_in_callback
+from gradsync.futures import CollectiveFuture, Failed, LoggedFuture, Work, refuse_in_callback
 from gradsync.machine import machine_identity
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Communicator(Collectives):
     @cached_property
     def asynchronous(self) -> Asynchronous:
         """The collectives that return futures, e.g. `communicator.asynchronous.all_reduce(array)`."""
-        return Asynchronous(self._backend, self._lifetime, self._messages)
+        return Asynchronous(self)
 
     @cached_property
     def objects(self) -> Objects:
@@ -198,7 +198,7 @@ class Communicator(Collectives):
         """Makes a group that this rank belongs to."""
         name = self._tree.new_name(self._listed(members))
         with reporting_failures(self._backend, self._lifetime, what):
-            await_members(self._backend, self._lifetime, what, members, name)
+            await_members(self._backend, self._lifetime, self._messages, what, members, name)
             group = Communicator(self._backend.connect_group(members, name))
         group._tree = self._tree
         self._tree.add(group)
@@ -315,6 +315,10 @@ class Asynchronous(Collectives):
     A done-callback must not call collectives: such a call raises InvalidArgument there.
     """
 
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__(communicator._backend, communicator._lifetime, communicator._messages)
+        self._communicator = communicator  # the process group closes those that are still there
+
     def __repr__(self) -> str:
         return f"<asynchronous collectives of {self.label} ({self._backend.name})>"
 
@@ -324,7 +328,7 @@ class Asynchronous(Collectives):
         except (InvalidArgument, LayoutsDiffer):  # the first: of this rank alone, nothing has begun
             raise
         except Exception as error:
-            return FailedFuture(f"{self.label}: {what}", error)
+            return LoggedFuture(f"{self.label}: {what}", Failed(error))
 
     def _finish(self, what: str, work: Work, result: Any) -> CollectiveFuture:
         return CollectiveFuture(f"{self.label}: {what}", work, result)
@@ -339,5 +343,5 @@ class Asynchronous(Collectives):
         try:
             self._lifetime.check_usable(what)
         except Exception as error:
-            return FailedFuture(f"{self.label}: {what}", error)
-        return CollectiveFuture(f"{self.label}: {what}", self._messages.begin(sends, receives), result)
+            return LoggedFuture(f"{self.label}: {what}", Failed(error))
+        return LoggedFuture(f"{self.label}: {what}", self._messages.begin(sends, receives), result)

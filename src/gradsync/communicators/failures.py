@@ -256,10 +256,11 @@ def raise_if_left(
         name: the name with which the ranks call `announce_left` for this communicator.
         label: this rank's name in errors.
         position: the collective's number.
-        ranks: the world ranks that this rank needs; None if it needs all ranks.
+        ranks: the world ranks that this rank needs, read after the server's answer; None if it needs all ranks.
     """
+    left = client.left_ranks(name)
     wanted = set(client.world_ranks if ranks is None else ranks) - {client.world_ranks[client.rank]}
-    for rank, left_at in client.left_ranks(name).items():
+    for rank, left_at in left.items():
         if rank in wanted and left_at <= position:
             raise closed_failure(label, rank)
 

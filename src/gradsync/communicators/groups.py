@@ -17,6 +17,7 @@ from gradsync.communicators.agreement import digest_of
 from gradsync.communicators.backend import Backend
 from gradsync.communicators.failures import CAUSE_SECONDS, await_cause
 from gradsync.communicators.lifetime import Lifetime
+from gradsync.communicators.messages import Messages
 from gradsync.errors import (
     BackendUnavailable,
     CommunicatorClosed,
@@ -47,7 +48,8 @@ class CommunicatorTree:
     def __init__(self, name: str) -> None:
         self.name = name
         self._counts: dict[str, int] = {}
-        self._communicators: weakref.WeakSet[Member] = weakref.WeakSet()
+        # In the order of their making, which is one order on all ranks: close() waits for messages.
+        self._communicators: weakref.WeakKeyDictionary[Member, None] = weakref.WeakKeyDictionary()
 
     def new_name(self, what: str) -> str:
         """Returns a new name for the group `what`, e.g. "world/0,2#1".
@@ -59,7 +61,7 @@ class CommunicatorTree:
 
     def add(self, communicator: Member) -> None:
         """Adds a communicator, and keeps a weak reference to it."""
-        self._communicators.add(communicator)
+        self._communicators[communicator] = None
 
     def close(self) -> None:
         """Closes all communicators of the tree."""
@@ -120,11 +122,13 @@ def reporting_failures(backend: Backend, lifetime: Lifetime, what: str) -> Itera
         raise
 
 
-def await_members(backend: Backend, lifetime: Lifetime, what: str, members: Sequence[int], name: str) -> None:
+def await_members(
+    backend: Backend, lifetime: Lifetime, messages: Messages, what: str, members: Sequence[int], name: str
+) -> None:
     """Waits until all members of a new group have called this function.
 
     Args:
-        backend, lifetime: those of the communicator that makes the group.
+        backend, lifetime, messages: those of the communicator that makes the group. The messages move on meanwhile.
         what: the name of the public method in errors.
         members: the members' ranks in the communicator of `backend`.
         name: the name of the new group, unique since the last init_process_group().
@@ -145,8 +149,10 @@ def await_members(backend: Backend, lifetime: Lifetime, what: str, members: Sequ
     try:
         while True:
             left_seconds = max(began + timeout_seconds - time.monotonic(), 1e-3)
+            has_messages = messages.move_on(_CHECK_EVERY_SECONDS / 10)
             try:
-                waiting.barrier(waiting.name, timeout_seconds=min(left_seconds, _CHECK_EVERY_SECONDS))
+                seconds = _CHECK_EVERY_SECONDS / (10 if has_messages else 1)
+                waiting.barrier(waiting.name, timeout_seconds=min(left_seconds, seconds))
                 return
             except RendezvousTimeout as error:
                 lifetime.check_usable(what)

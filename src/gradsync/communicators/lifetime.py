@@ -7,6 +7,7 @@ that finds its own entry, but not the frame on its stack, was interrupted there,
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -20,9 +21,11 @@ from gradsync.diagnostics import FlightRecorder
 from gradsync.errors import (
     CollectiveTimeout,
     CommunicatorClosed,
+    GradsyncError,
     InvalidArgument,
     PlanMismatch,
     RankFailed,
+    describe,
     headline,
 )
 from gradsync.futures import refuse_in_callback, this_thread
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
     from gradsync.communicators.backend import Backend
     from gradsync.communicators.messages import Messages
+
+_log = logging.getLogger("gradsync")
 
 
 class Lifetime:
@@ -63,7 +68,10 @@ class Lifetime:
         self.ended_because: str | None = None
         self.is_inherited = False
         self.messages: Messages | None = None
-        self._unraised: BaseException | None = None  # a failure found outside of a collective, for the next call
+        self._failure: BaseException | None = None  # the first one: it has ended the communicator
+        self._unraised: BaseException | None = (
+            None  # the same, if it was found outside of a collective: for the next call
+        )
         with _registering:
             _of_this_process.add(self)
 
@@ -82,7 +90,7 @@ class Lifetime:
 
         Args:
             what: the collective's name in errors.
-            agreement: the Agreement that describes this collective; None: it is not recorded.
+            agreement: the Agreement that describes this collective; None: it is not recorded, and starts no messages.
 
         Raises:
             InvalidArgument: the caller is a done-callback. __enter__ raises it if another thread runs a collective.
@@ -107,8 +115,8 @@ class Lifetime:
             self._what = what
             if agreement is not None:
                 self._recorder.begin(agreement)
-            if self.messages is not None and self.messages.unstarted:
-                self.messages.start()
+                if self.messages is not None and self.messages.unstarted:
+                    self.messages.start()
         except BaseException as error:
             self.__exit__(type(error), error if self._what else None, None)
             raise
@@ -117,7 +125,8 @@ class Lifetime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, (PlanMismatch, LayoutsDiffer)):  # all ranks raise these
-            self._abort_inside(headline(error), culprit_of(error))
+            self._abort_inside(headline(error), culprit_of(error), error)
+            self._unraised = None  # this call tells
         self._what = ""
         self._recorder.end(error is not None)
         self._holder.clear()
@@ -137,8 +146,11 @@ class Lifetime:
     # -- The end -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Closes the communicator."""
+        """Closes the communicator; logs a failure that was found outside of a collective, if no call has raised it."""
         self._free_interrupted()
+        if self._unraised is not None:
+            error, self._unraised = self._unraised, None
+            _log.error("%s: the communicator had failed: %s", self.label, describe(error))
         self._claim_end("it was closed", (None, None), closed_only=True)
         self._announce()
         self._release_when_idle()
@@ -151,12 +163,20 @@ class Lifetime:
         self._announce()
         self._release_when_idle()
 
-    def fail(self, error: BaseException) -> None:
-        """Ends the communicator because of a failure found outside of a collective; the next call raises the error."""
+    def fail(self, error: BaseException, is_known: bool = False) -> None:
+        """Ends the communicator because of a failure found outside of a collective.
+
+        Args:
+            error: the failure, which the next call raises.
+            is_known: whether the program has it already, e.g. from a future. Then no call raises it.
+        """
         with self._ending:
             if self.ended_because is None:
-                self._unraised = error  # before the reason, because a call that sees the reason raises the error
+                # Before the reason, because a call that sees the reason raises the error.
+                self._failure = self._unraised = error
                 self.ended_because = f"it failed: {headline(error)}"
+            if is_known:
+                self._unraised = None
         self._release_when_idle()
 
     def check_usable(self, what: str) -> None:
@@ -174,10 +194,13 @@ class Lifetime:
             error, self._unraised = self._unraised, None
             raise error
         if self.ended_because is not None:
-            raise CommunicatorClosed(
-                f"{self.label}: {what} was called on a {self._backend.name} communicator that cannot be used: "
-                f"{self.ended_because}"
-            )
+            raise self._closed(what)
+
+    def _closed(self, what: str) -> CommunicatorClosed:
+        return CommunicatorClosed(
+            f"{self.label}: {what} was called on a {self._backend.name} communicator that cannot be used: "
+            f"{self.ended_because}"
+        )
 
     def disown(self) -> None:
         """Ends the communicator in a forked child, which has the parent's memory but is not a rank."""
@@ -187,8 +210,10 @@ class Lifetime:
         self._ending = threading.RLock()
         self._what = ""
         self._is_released = True  # the resources belong to the parent
+        if self.messages is not None:
+            self.messages.disown(self._closed("a message"))
 
-    def _abort_inside(self, reason: str, culprit: int | None) -> None:
+    def _abort_inside(self, reason: str, culprit: int | None, error: BaseException | None = None) -> None:
         """Ends the communicator because a collective failed after it began: the other ranks must not wait in it."""
         reason = f"in {self._what}: {reason}"
         with self._ending:
@@ -196,6 +221,7 @@ class Lifetime:
             # rank ignores a close.
             if self._is_closed_only:
                 self._announcement, self._is_closed_only = (reason, culprit), False
+            self._failure = self._failure or error
             self._claim_end(f"it was aborted: {reason}", (reason, culprit))
         self._announce()
 
@@ -238,7 +264,8 @@ class Lifetime:
             finally:
                 self._holder.clear()
             if self.messages is not None:
-                self.messages.end()
+                failure = self._failure
+                self.messages.end(failure if isinstance(failure, GradsyncError) else self._closed("a message"))
 
     def _leave_group(self) -> None:
         """Closes the rendezvous client of a group, so that this rank leaves the group. The world's client stays open.

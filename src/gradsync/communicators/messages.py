@@ -7,16 +7,18 @@ receives in any legal order end.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from gradsync.communicators.backend import Backend, Message
-from gradsync.errors import CollectiveTimeout, GradsyncError
+from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, describe
 from gradsync.futures import Work, again, refuse_wait_in_callback
 
 if TYPE_CHECKING:
     from gradsync.communicators.lifetime import Lifetime
+
+_log = logging.getLogger("gradsync")
 
 
 class Messages:
@@ -38,10 +40,10 @@ class Messages:
         lifetime.messages = self
 
     def begin(self, sends: Sequence[Message], receives: Sequence[Message]) -> MessageWork:
-        """Adds messages, which the next blocking call starts."""
-        self._begun = [message for message in self._begun if not message.is_over]
-        self._begun += [*sends, *receives]
-        self.unstarted.append((sends, receives))
+        """Adds messages, which the next call starts. It is refused as a collective is, e.g. beside another thread's."""
+        with self._lifetime.turn("a message", None):
+            self._begun = [*self._left(), *sends, *receives]
+            self.unstarted.append((sends, receives))
         return MessageWork(self, [*sends, *receives])
 
     def start(self) -> None:
@@ -52,30 +54,53 @@ class Messages:
         self._backend.exchange(sends, receives)
 
     def wait(self, awaited: Sequence[Message], seconds: float | None = None) -> None:
-        """Moves all messages on until some are over; returns after `seconds` too. With none, it does not wait."""
-        with self._lifetime.turn("a message", awaited[0].agreement if awaited else None):
+        """Moves all messages on until some are over; returns after `seconds` too."""
+        with self._lifetime.turn("a message", awaited[0].agreement):
             self._backend.exchange([], [], awaited, seconds)
 
+    def move_on(self, seconds: float = 0.0) -> bool:
+        """Moves all messages on for some seconds, or until they are over; returns whether there were any.
+
+        Raises:
+            RankFailed, CollectiveTimeout, ...: a failure has ended the communicator.
+        """
+        left, backend = self._left(), self._backend
+        if not left:
+            return False
+        with self._lifetime.turn("a message", None):
+            self.start()
+            if seconds:
+                backend.exchange([], [], left, seconds)
+            left = self._left()
+            if left and backend.client is not None:  # else who only looks would look for ever
+                backend.client.check()
+                backend.raise_if_ended([message.peer for message in left])
+        return True
+
     def wait_for_all(self) -> None:
-        """Waits until all messages are over; their futures have their errors."""
-        left = [message for message in self._begun if not message.is_over]
+        """Waits until all messages are over; their futures have their errors, and a failure is logged."""
+        left = self._left()
         if left and self._lifetime.ended_because is None:
-            with suppress(GradsyncError):
+            try:
                 self.wait(left)
+            except GradsyncError as error:
+                _log.warning("%s", describe(error))
 
-    def check_usable(self) -> None:
-        """Raises an error if the communicator has ended."""
-        self._lifetime.check_usable("a message")
+    def _left(self) -> list[Message]:
+        return [message for message in self._begun if not message.is_over]
 
-    def end(self) -> None:
+    def end(self, error: BaseException) -> None:
         """Fails the messages that are not over, because the communicator has ended."""
-        left, self._begun, self.unstarted = self._begun, [], []
-        for message in left:
+        self.unstarted = []
+        while self._begun:  # one by one: where Ctrl-C comes in a done-callback, the next call goes on
+            message = self._begun.pop(0)
             if not message.is_over:
-                try:
-                    self.check_usable()
-                except GradsyncError as error:
-                    message.end(error)
+                message.end(error)
+
+    def disown(self, error: BaseException) -> None:
+        """Fails them in a forked child, which they do not concern; calls no callbacks."""
+        for message in self._left():
+            message.error, message.is_over = error, True
 
 
 class MessageWork(Work):
@@ -94,8 +119,12 @@ class MessageWork(Work):
     def done(self) -> bool:
         """See Work. Moves all messages on, without waiting."""
         if not self._are_over:
-            with suppress(GradsyncError):  # in a done-callback, or while another thread uses the communicator
-                self._messages.wait([])
+            try:
+                self._messages.move_on()
+            except InvalidArgument:  # in a done-callback, or while another thread uses the communicator
+                return False
+            except GradsyncError:  # it has ended the communicator, and this work
+                return self._are_over
         return self._are_over and all(message.work.done() for message in self._own)
 
     def order(self, name: str = "", stream: Any = None, timeout_seconds: float | None = None) -> None:

@@ -124,10 +124,10 @@ def _shared_memory_bytes() -> tuple[int, int] | None:
 
 
 def _memory_error() -> str:
-    from gradsync.communicators.shared_memory.segment import create_segment  # imported here: this module needs NumPy
+    from gradsync.communicators.shared_memory.segment import check_allocation  # imported here: this module needs NumPy
 
     try:
-        os.close(create_segment(1 << 20))
+        check_allocation(1 << 20)
     except (GradsyncError, OSError) as error:
         return str(error)
     return ""

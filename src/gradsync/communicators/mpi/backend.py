@@ -5,6 +5,7 @@ MPI moves and reduces the data. The rendezvous server finds the ranks that have 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import zlib
@@ -18,9 +19,9 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement, LayoutsDiffer
 from gradsync.communicators.backend import Backend, Bounds, Message, largest_part, part_of
-from gradsync.communicators.failures import FailureMonitor, exchange_mismatch, raise_if_left
-from gradsync.communicators.mpi.job import check_place, free_with_others, keep_for_ever, load_mpi, to_mpi_error
-from gradsync.communicators.mpi.requests import LARGEST_BYTES, Job, Requests
+from gradsync.communicators.failures import exchange_mismatch, raise_if_left
+from gradsync.communicators.mpi.job import check_place, keep_for_ever, load_mpi, to_mpi_error
+from gradsync.communicators.mpi.requests import LARGEST_BYTES, Job, Parts, Requests
 from gradsync.diagnostics import trace
 from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import BackendUnavailable, CollectiveTimeout, GradsyncError
@@ -32,15 +33,6 @@ from gradsync.rendezvous.client import RendezvousClient
 _SMALL_BYTES = 256 * 1024
 _ROOM_BYTES = 4 * 1024 * 1024
 _ALL_BITS = 2**64 - 1
-
-# For a mean, the sum is divided afterwards.
-_MPI_OPS = {
-    ReduceOp.SUM: "SUM",
-    ReduceOp.MEAN: "SUM",
-    ReduceOp.PROD: "PROD",
-    ReduceOp.MIN: "MIN",
-    ReduceOp.MAX: "MAX",
-}
 
 
 def check(place: RankEnvironment) -> None:
@@ -89,28 +81,21 @@ def _create_comm(
     client.barrier(f"mpi/{name}/ready", timeout_seconds=timeout_seconds)
     group = parent.Get_group().Incl(list(members))
     tag = zlib.crc32(name.encode()) % 32768  # every MPI has tags up to 32767
-    inside = [group]  # emptied when MPI's call ends; neither a deadline nor Ctrl-C can end it
-
-    def create() -> Any:
-        try:
-            return parent.Create_group(group, tag)
-        except mpi.Exception as error:
-            raise to_mpi_error(error, client.label) from error
-        finally:
-            inside.clear()
-            group.Free()
-
     try:
         seconds = max(0.0, deadline - time.monotonic())
-        return run_with_timeout(create, "gradsync-mpi-join", seconds, client.check)
-    except TimeoutError as error:
+        comm = run_with_timeout(lambda: parent.Create_group(group, tag), "gradsync-mpi-join", seconds, client.check)
+    except mpi.Exception as error:
+        raise to_mpi_error(error, client.label) from error
+    except BaseException as error:
+        keep_for_ever(group)  # neither a deadline nor Ctrl-C ends MPI's call
+        if not isinstance(error, TimeoutError):
+            raise
         raise CollectiveTimeout(
             f"{client.label}: MPI_Comm_create_group did not return before the timeout of {timeout_seconds:.3g} s, "
             "although all ranks have called this function"
         ) from error
-    finally:
-        if inside:
-            keep_for_ever(inside)
+    group.Free()
+    return comm
 
 
 class MpiBackend(Backend):
@@ -133,9 +118,7 @@ class MpiBackend(Backend):
         comm.Set_errhandler(mpi.ERRORS_RETURN)  # mpi4py then raises them
         self._mpi = mpi
         self._comm = comm
-        self._departures = f"mpi/{group}/closed"
-        self._failures = FailureMonitor(client, self.recorder)
-        self._requests = Requests(mpi, comm, client, timeout_seconds, self._failures, self._departures)
+        self._requests = Requests(mpi, comm, client, self.recorder, timeout_seconds)
         self._call, self._of_all = np.zeros((2, 4), np.uint64)  # see _agree
 
     # -- Reductions --------------------------------------------------------------------------------------------
@@ -149,39 +132,29 @@ class MpiBackend(Backend):
         factor: float = 1.0,
     ) -> None:
         """See Backend."""
-        end_phase = trace.phases_of(self.recorder)
-        dtype, sizes = sources[0].dtype, tuple([source.size for source in sources])
-        wide = accumulation_dtype(dtype).itemsize
-        room = _ROOM_BYTES // wide
-        small, largest = _SMALL_BYTES // wide, LARGEST_BYTES // wide
-        if _needs_room(op, dtype):
-            small = largest = room
+        end_phase, dtype = trace.phases_of(self.recorder), sources[0].dtype
         with self._requests.using(sources, targets), np.errstate(all="ignore"):
             self._agree(agreement)
             end_phase("waiting")
+            sizes = tuple([source.size for source in sources])
             self._requests.run(
-                self._all_reduce(
-                    [sources[array][low:high] for array, low, high in batch],
-                    [targets[array][low:high] for array, low, high in batch],
-                    op,
-                    factor,
-                )
-                for batch in _batches(sizes, small, room, largest)
+                self._all_reduce([(sources[array][part], targets[array][part]) for array, part in batch], op, factor)
+                for batch in _batches(sizes, accumulation_dtype(dtype).itemsize, _is_converted(op, dtype))
             )
             end_phase("reducing")
 
-    def _all_reduce(self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, factor: float) -> Job:
-        source, room = sources[0], targets[0]
-        is_packed = len(sources) > 1 or _needs_room(op, source.dtype)
+    def _all_reduce(self, pairs: Sequence[tuple[Array, Array]], op: ReduceOp, factor: float) -> Job:
+        [(source, target), *others] = pairs
+        is_packed = bool(others) or _is_converted(op, source.dtype)
         if is_packed:
-            source = room = self._packed(sources, op, factor)
+            source = target = self._packed([source for source, _ in pairs], op, factor)
         elif factor != 1.0:
             np.multiply(source, factor, out=source)
-        sent = self._mpi.IN_PLACE if _is_same(source, room) else _sent_as(source, op)
-        yield [self._comm.Iallreduce(sent, _sent_as(room, op), self._op(op))]
-        self._finish_reduction(room, op)
+        sent = self._mpi.IN_PLACE if _is_same(source, target) else _sent_as(source, op)
+        yield [self._comm.Iallreduce(sent, _sent_as(target, op), self._op(op))]
+        self._finish_reduction(target, op)
         if is_packed:
-            _split(room, targets)
+            _split(target, [target for _, target in pairs])
 
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
         """See Backend."""
@@ -199,12 +172,13 @@ class MpiBackend(Backend):
 
     def _reduce_scatter(self, parts: Sequence[Array], target: Array, op: ReduceOp) -> Job:
         """Reduces a part for each rank. They are copied, as MPI wants them side by side, and apart from the target."""
-        sizes = [part.size for part in parts]
-        own, total = sizes[self.rank], sum(sizes)
+        sizes, own = [part.size for part in parts], target.size
+        total = sum(sizes)
         room = self._packed(parts, op, more=own + 1)  # MPI must not get one address twice, also where it writes nothing
         result = room[total:]
         # Not in place: MPICH 5.0 then copies between parts that overlap, and ends the process.
-        yield [self._comm.Ireduce_scatter(_sent_as(room[:total], op), [_sent_as(result, op), own], sizes, self._op(op))]
+        sent, received = _sent_as(room[:total], op), [_sent_as(result, op), own]
+        yield [self._comm.Ireduce_scatter(sent, received, sizes, self._op(op))]
         self._finish_reduction(result[:own], op)
         _split(result, [target])
 
@@ -223,7 +197,7 @@ class MpiBackend(Backend):
         return room
 
     def _op(self, op: ReduceOp) -> Any:
-        return getattr(self._mpi, _MPI_OPS[op])
+        return getattr(self._mpi, "SUM" if op is ReduceOp.MEAN else op.name)
 
     def _finish_reduction(self, values: Array, op: ReduceOp) -> None:
         """Makes the result of what MPI has reduced."""
@@ -239,8 +213,8 @@ class MpiBackend(Backend):
         with self._requests.using(flats):
             self._agree(agreement)
             self._requests.run(
-                self._broadcast([flats[array][low:high] for array, low, high in batch], root)
-                for batch in _batches(tuple([flat.size for flat in flats]), _SMALL_BYTES, _ROOM_BYTES, LARGEST_BYTES)
+                self._broadcast([flats[array][part] for array, part in batch], root)
+                for batch in _batches(tuple([flat.size for flat in flats]), 1)
             )
 
     def _broadcast(self, flats: Sequence[Array], root: int) -> Job:
@@ -265,7 +239,7 @@ class MpiBackend(Backend):
                 gathered = [target, sizes, self._mpi.BYTE]
                 self._requests.finish([self._comm.Iallgatherv(self._mpi.IN_PLACE, gathered)])
             else:
-                self._requests.move([(peer, own) for peer in peers], _parts(target, bounds, peers))
+                self._move([(peer, own) for peer in peers], _parts(target, bounds, peers))
 
     def all_to_all(
         self,
@@ -281,7 +255,10 @@ class MpiBackend(Backend):
         with self._requests.using(source, target):
             self._agree(agreement)
             np.copyto(target[part_of(receive_bounds, self.rank)], source[part_of(send_bounds, self.rank)])
-            self._requests.move(_parts(source, send_bounds, peers), _parts(target, receive_bounds, peers))
+            self._move(_parts(source, send_bounds, peers), _parts(target, receive_bounds, peers))
+
+    def _move(self, sends: Parts, receives: Parts) -> None:
+        self._requests.finish(self._requests.post(sends, receives))
 
     def barrier(self, agreement: Agreement) -> None:
         """See Backend."""
@@ -335,14 +312,15 @@ class MpiBackend(Backend):
     def raise_if_ended(self, missing: list[int]) -> None:
         """See Backend."""
         ranks = [self.ranks[rank] for rank in missing]
-        raise_if_left(self.client, self._departures, self.label, float("inf"), ranks)
+        raise_if_left(self.client, self._requests.departures, self.label, math.inf, ranks)
 
     def announce(self, aborted_because: str | None = None, culprit: int | None = None) -> None:
         """See Backend. The server tells all ranks of the run of an abort: nothing else ends a wait in MPI."""
+        requests = self._requests
         if aborted_because is None:
-            self._requests.is_closed = True
-            self.client.announce_left(self._departures, self._requests.ended)
-        elif self.world_size > 1 and not self._failures.was_raised and self._failures.failure() is None:
+            requests.is_closed = True
+            self.client.announce_left(requests.departures, requests.ended)
+        elif self.world_size > 1 and not requests.failures.was_raised and requests.failures.failure() is None:
 
             def report() -> None:
                 with suppress(GradsyncError):  # without the report, the server still finds that this rank has gone
@@ -352,16 +330,11 @@ class MpiBackend(Backend):
 
     def release(self) -> None:
         """See Backend."""
-        requests = self._requests
-        if requests.has_messages and not requests.has_abandoned:
-            requests.has_abandoned = True
-            keep_for_ever(requests)
-        if not requests.has_abandoned:
-            free_with_others(self._comm)
+        self._requests.release()
         del self._requests  # frees its rooms
 
 
-def _needs_room(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
+def _is_converted(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
     """Whether MPI reduces other values: it adds halves in float32, and compares floats as integers."""
     return accumulation_dtype(dtype) != dtype or _is_ordered(op, dtype)
 
@@ -393,29 +366,30 @@ def _split(room: Array, targets: Sequence[Array]) -> None:
 
 
 @lru_cache(maxsize=256)
-def _batches(sizes: tuple[int, ...], small: int, room: int, largest: int) -> list[list[tuple[int, int, int]]]:
-    """Divides a list of arrays into what goes together: many small ones, or up to `largest` elements of one.
+def _batches(sizes: tuple[int, ...], itemsize: int, is_converted: bool = False) -> list[list[tuple[int, slice]]]:
+    """Divides a list of arrays into what goes together: many small ones, or all that MPI can take of a large one.
 
     Args:
-        sizes: the arrays' numbers of elements, as are the other arguments.
-        small: up to this size, arrays go together.
-        room: what fits into one batch of small ones.
-        largest: what one call of MPI can take.
+        sizes: the arrays' numbers of elements.
+        itemsize: the size of an element that MPI gets.
+        is_converted: whether also large arrays go through rooms.
 
     Returns:
-        For each batch a list of (index of the array, begin, end).
+        For each batch, the indices of its arrays and their parts.
     """
-    batches: list[list[tuple[int, int, int]]] = []
-    batch: list[tuple[int, int, int]] = []
+    room = _ROOM_BYTES // itemsize
+    small, largest = (room, room) if is_converted else (_SMALL_BYTES // itemsize, LARGEST_BYTES // itemsize)
+    batches: list[list[tuple[int, slice]]] = []
+    batch: list[tuple[int, slice]] = []
     free = room
     for array, size in enumerate(sizes):
         if size > small:
-            batches += [[(array, low, min(low + largest, size))] for low in range(0, size, largest)]
+            batches += [[(array, slice(low, low + largest))] for low in range(0, size, largest)]
         elif size:
             if size > free:
                 batches.append(batch)
                 batch, free = [], room
-            batch.append((array, 0, size))
+            batch.append((array, slice(size)))
             free -= size
     return [*batches, batch] if batch else batches
 

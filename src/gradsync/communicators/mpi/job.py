@@ -31,10 +31,14 @@ _TEXT_BYTES = 512  # enough for an address and a new secret, or for several addr
 _TEST_EVERY_SECONDS = 1e-3
 _EXIT_CODE_INTERRUPTED = 130
 
+TAG_OF_GOODBYE = 4  # beside the tags of requests.py
+
 _is_parents = False  # whether the parent of this forked process has initialised MPI
 _share_comm: Any = None  # a duplicate of MPI_COMM_WORLD that only gradsync uses; never freed
 _unfinished: list[object] = []
-_closing: deque[tuple[Any, Any]] = deque()  # communicators that this rank has closed, and how it hears of the others
+_closing: deque[tuple[list[Any], Any]] = (
+    deque()
+)  # communicators that this rank has closed, and the other ranks' goodbyes
 _log = logging.getLogger("gradsync")
 
 
@@ -170,19 +174,23 @@ def _finish(request: Any, place: RankEnvironment, deadline: float, *memory: obje
 def free_with_others(comm: Any) -> None:
     """Frees a communicator once all its ranks have called this; MPI_Finalize frees those of which some have not.
 
-    MPI_Comm_free is collective, and a rank that closes a communicator does not wait for the others. So each rank looks
-    again when it closes the next one. Without this, MPICH has room for some 2,000 communicators in a run.
+    MPI_Comm_free is collective, and a rank that closes a communicator does not wait for the others. So it tells them by
+    an empty message, and looks again when it closes the next one. (Not by MPI_Ibarrier: a rank may still begin a
+    collective, which would take that for its own.) Without this, MPICH has room for some 2,000 communicators in a run.
     """
-    if loaded_mpi() is None:  # finalised
+    mpi = loaded_mpi()
+    if mpi is None:  # finalised
         return
-    _closing.append((comm.Ibarrier(), comm))
+    others, nothing = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()], np.empty(0, np.uint8)
+    goodbyes = [call(nothing, rank, TAG_OF_GOODBYE) for rank in others for call in (comm.Irecv, comm.Isend)]
+    _closing.append((goodbyes, comm))
     for _ in range(len(_closing)):
         with suppress(IndexError):  # another thread has it
-            all_are_here, closed = _closing.popleft()
-            if all_are_here.Test():
+            goodbyes, closed = _closing.popleft()
+            if mpi.Request.Testall(goodbyes):
                 closed.Free()
             else:
-                _closing.append((all_are_here, closed))
+                _closing.append((goodbyes, closed))
 
 
 # -- Ending --------------------------------------------------------------------------------------------------------

@@ -4,16 +4,19 @@ NCCL's collectives cannot carry a digest. So the ranks first exchange digest and
 differ, nothing is launched, and the communicator stays usable. All ranks compare a collective; its sender and its
 receiver compare a message.
 
-The order of the server's answers is the same on all ranks, so it is the order in which they launch. Otherwise two ranks
-might wait for each other in different messages: NCCL blocks the host until the other rank launches the message too,
-when two ranks have their first contact. Source: NCCL, src/transport.cc, ncclTransportP2pSetup.
+The order of the server's answers is the same on all ranks, so it is the order in which they launch, also where a
+collective of one communicator comes after a message of another. Otherwise two ranks might wait for each other: a GPU
+runs the launches one after the other, and NCCL blocks the host at the first contact of two ranks until the other one
+launches the message too. Source: NCCL, src/transport.cc, ncclTransportP2pSetup.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -22,6 +25,7 @@ from gradsync.communicators.agreement import Agreement, LayoutsDiffer, on_behalf
 from gradsync.communicators.backend import Message
 from gradsync.communicators.failures import FailureMonitor, exchange_mismatch, raise_if_left
 from gradsync.errors import CommunicatorClosed, PlanMismatch, RendezvousTimeout
+from gradsync.machine import Latch
 from gradsync.rendezvous.client import RendezvousClient
 
 _ASK_AGAIN_AFTER_SECONDS = 1.0  # then a message asks whether its other rank has closed the communicator
@@ -31,18 +35,43 @@ class Question:
     """One comparison that has begun.
 
     Attributes:
+        comparison: where it was begun.
         agreement: what is compared.
         message: the message, or None for a collective.
         is_sent: whether this rank sends the message.
+        thread: the thread that began it.
         error: what the comparison has found; None if the ranks agree.
+        is_over: set when that is known.
     """
 
-    def __init__(self, agreement: Agreement, message: Message | None, is_sent: bool) -> None:
+    def __init__(
+        self,
+        comparison: Comparison,
+        agreement: Agreement,
+        message: Message | None = None,
+        settle: Callable[[Question], None] | None = None,
+        *,
+        is_sent: bool = False,
+    ) -> None:
+        self.comparison = comparison
         self.agreement = agreement
         self.message = message
         self.is_sent = is_sent
+        self.thread = threading.get_ident()
         self.error: BaseException | None = None
-        self.is_over = False
+        self.is_over = Latch()
+        self._settle = None if settle is None else weakref.WeakMethod(settle)  # an open message keeps no communicator
+
+    def settle(self) -> None:
+        """Launches the message, or ends it if its two ranks disagree."""
+        settle = None if self._settle is None else self._settle()
+        if settle is not None:
+            settle(self)
+
+
+# The answered questions of all communicators of this process, in the order of the answers: the connection adds them,
+# before it wakes their threads.
+_arrivals: list[Any] = []
 
 
 class Comparison:
@@ -68,25 +97,31 @@ class Comparison:
         self._ways: dict[tuple[int, int], RendezvousClient] = {}  # for messages, by sender and receiver
         self._counts: dict[str, int] = {}  # of the questions so far, by the name of the client
         self._unsettled = 0  # questions that have begun and that `take` has not returned
-        # The answered questions. The connection adds them as their answers arrive; their threads may wake in any order.
-        self._arrivals: list[Any] = []
         self._ended: SimpleQueue[Question] = SimpleQueue()
         self._is_closed = False
 
     def begin(self, agreement: Agreement) -> Question:
         """Begins to compare a collective. `take` returns its question when all ranks have come."""
-        return self._begin(Question(agreement, None, is_sent=False), self._client)
+        return self._begin(Question(self, agreement), self._client)
 
-    def begin_message(self, message: Message, *, is_sent: bool) -> Question:
-        """Begins to compare a message with its other rank; does not wait."""
+    def begin_message(self, message: Message, settle: Callable[[Question], None], *, is_sent: bool) -> None:
+        """Begins to compare a message with its other rank; does not wait.
+
+        Args:
+            message: the message.
+            settle: what is called in the message's turn; see Question.settle.
+            is_sent: whether this rank sends it.
+        """
         mine = self._client.rank
         way = (mine, message.peer) if is_sent else (message.peer, mine)
         if way not in self._ways:
             self._ways[way] = self._client.group(way, "{}/{}-{}".format(self._group, *way))
-        return self._begin(Question(message.agreement, message, is_sent), self._ways[way])
+        self._begin(Question(self, message.agreement, message, settle, is_sent=is_sent), self._ways[way])
 
     def take(self, seconds: float | None) -> Question | None:
         """Returns the next answered question, in the order of the answers; None if there is none after `seconds`.
+
+        It may be a message of another communicator: one that this thread has begun, too.
 
         Args:
             seconds: how long to wait; None: without a limit, since the question of a collective has a deadline.
@@ -94,17 +129,30 @@ class Comparison:
         Raises:
             RankFailed, CollectiveTimeout, RendezvousError, ...: a comparison has failed.
         """
-        while not (self._arrivals and self._arrivals[0].is_over):
+        while True:
+            with suppress(Empty):
+                while True:
+                    _raise_failure(self._ended.get_nowait())
+            first = self._first()
+            if first is not None:
+                break
             try:
-                question = self._ended.get(seconds != 0, seconds)
+                _raise_failure(self._ended.get(seconds != 0, seconds))
             except Empty:
                 return None
-            question.is_over = True
-            if question.error is not None and not isinstance(question.error, (PlanMismatch, LayoutsDiffer)):
-                raise question.error
-        self._unsettled -= 1
-        first: Question = self._arrivals.pop(0)
+        first.is_over.wait()  # its thread is about to wake, or gets the descriptions of the other ranks
+        _arrivals.remove(first)
+        first.comparison._unsettled -= 1
         return first
+
+    def _first(self) -> Question | None:
+        for question in _arrivals.copy():
+            if question.comparison._is_closed:
+                _arrivals.remove(question)
+            elif question.comparison is self or (question.message and question.thread == threading.get_ident()):
+                first: Question = question
+                return first
+        return None
 
     def announce_closed(self) -> None:
         """Tells the server that this rank has closed the communicator, and takes part in no later comparison."""
@@ -124,21 +172,22 @@ class Comparison:
     def _begin(self, question: Question, client: RendezvousClient) -> Question:
         number = self._counts[client.name] = self._counts.get(client.name, 0) + 1
         self._unsettled += 1
-        ask = partial(self._ask, question, client, number, threading.get_ident())
+        ask = partial(self._ask, question, client, number)
         if question.message is None and self._unsettled == 1:
             ask()
         else:  # beside this thread, which moves messages on meanwhile
             threading.Thread(target=ask, name="gradsync-nccl-comparison", daemon=True).start()
         return question
 
-    def _ask(self, question: Question, client: RendezvousClient, number: int, thread: int) -> None:
+    def _ask(self, question: Question, client: RendezvousClient, number: int) -> None:
         """Compares, and then gives the question to `take`."""
-        before, on_behalf.thread = on_behalf.thread, thread
+        before, on_behalf.thread = on_behalf.thread, question.thread
         try:
             question.error = self._compare(question, client, number)
         except BaseException as error:
             question.error = error
         on_behalf.thread = before
+        question.is_over.set()
         self._ended.put(question)
 
     def _compare(self, question: Question, client: RendezvousClient, number: int) -> BaseException | None:
@@ -148,7 +197,7 @@ class Comparison:
         name = f"{self._group if message is None else 'messages'}/compared/{number}"
 
         def exchange(seconds: float) -> list[bytes]:
-            return client.exchange(name, value, timeout_seconds=seconds, arriving=(self._arrivals, question))
+            return client.exchange(name, value, timeout_seconds=seconds, arriving=(_arrivals, question))
 
         if message is None:
             values = self._failures.await_answer(exchange, self._timeout_seconds, self.raise_if_closed)
@@ -170,3 +219,8 @@ class Comparison:
                 if self._is_closed:
                     raise CommunicatorClosed(f"{self._label}: the communicator was closed before a message") from None
                 self.raise_if_closed([peer])
+
+
+def _raise_failure(question: Question) -> None:
+    if question.error is not None and not isinstance(question.error, (PlanMismatch, LayoutsDiffer)):
+        raise question.error

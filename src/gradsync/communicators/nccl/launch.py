@@ -22,7 +22,7 @@ from gradsync.arguments import integer_of
 from gradsync.communicators.backend import Backend, Launch
 from gradsync.communicators.nccl.library import Nccl
 from gradsync.diagnostics import Running, finish
-from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, NcclError, describe
+from gradsync.errors import CollectiveTimeout, InvalidArgument, NcclError, describe
 from gradsync.futures import again, refuse_wait_in_callback
 
 _log = logging.getLogger("gradsync")
@@ -109,6 +109,7 @@ class GpuLaunch(Launch):
         nccl: this rank's NCCL communicator.
         events: the pool of CUDA events of the communicator's device.
         stream: the stream on which the collective runs.
+        tell: a function that is told of its failure before the program is.
     """
 
     # Nearly every launch keeps these defaults. Class attributes hold the defaults, because setting attributes for each
@@ -122,8 +123,11 @@ class GpuLaunch(Launch):
     error: BaseException | None = None
     _calls_back = False  # whether callbacks have still to be called; a callback that is added meanwhile runs after them
 
-    def __init__(self, backend: Backend, nccl: Nccl, events: Events, stream: Any) -> None:
+    def __init__(
+        self, backend: Backend, nccl: Nccl, events: Events, stream: Any, tell: Callable[[BaseException], None]
+    ) -> None:
         self._backend = backend
+        self._tell = tell
         self._nccl = nccl
         self._events = events
         self.stream = stream
@@ -181,7 +185,7 @@ class GpuLaunch(Launch):
     def order(self, name: str = "", stream: Any = None, timeout_seconds: float | None = None) -> None:
         """See Work."""
         if self.has_host_results:
-            self._await(name or self.name, timeout_seconds)
+            self._wait(name or self.name, timeout_seconds)
         elif self.error is not None or not self.is_over:
             self._raise_error()
             device_id = self._nccl.device_id
@@ -196,9 +200,22 @@ class GpuLaunch(Launch):
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """See Work."""
-        self._await(self.name, timeout_seconds)
+        self._wait(self.name, timeout_seconds)
 
-    def _await(self, name: str, timeout_seconds: float | None) -> None:
+    def failure(self) -> BaseException | None:
+        """See Work."""
+        if self.error is not None:
+            self._tell(self.error)
+        return self.error
+
+    def _wait(self, name: str, timeout_seconds: float | None) -> None:
+        if not self.done():
+            refuse_wait_in_callback(name)
+            self.await_end(timeout_seconds)
+        self._raise_error()
+
+    def await_end(self, timeout_seconds: float | None = None) -> None:
+        """Makes the host wait until the work has ended or failed. Raises only CollectiveTimeout."""
         seconds = self._backend.timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + seconds
         # If the collective has begun on the GPU, the watcher finds the missing ranks, and every rank gets the same
@@ -206,8 +223,6 @@ class GpuLaunch(Launch):
         verdict_by = deadline + (_VERDICT_SECONDS if timeout_seconds is None else 0.0)
         checks = 0
         while not self.done():
-            if checks == 0:
-                refuse_wait_in_callback(name)
             checks += 1
             if checks > _CHECKS_WITHOUT_SLEEP:
                 now = time.monotonic()
@@ -215,7 +230,6 @@ class GpuLaunch(Launch):
                     state = "has begun it" if self.started.done else "is still busy with earlier work of this rank"
                     raise CollectiveTimeout(f"{self.name} did not end within {seconds:g} s: the GPU {state}")
                 time.sleep(_SLEEP_SECONDS)
-        self._raise_error()
 
     def when_done(self, function: Callable[[], None]) -> None:
         """See Work."""
@@ -288,8 +302,9 @@ class GpuLaunch(Launch):
         return None
 
     def _raise_error(self) -> None:
-        if self.error is not None:
-            raise again(self.error)
+        error = self.failure()
+        if error is not None:
+            raise again(error)
 
     def _call(self, function: Callable[[], None]) -> None:
         try:
@@ -316,8 +331,8 @@ def await_results_in(array: Any) -> None:
     with _registering:
         launches = [launch for launch in _with_host_results if launch.will_write(array)]
     for launch in launches:
-        with contextlib.suppress(GradsyncError):  # the launch's own future raises the error
-            launch.wait()
+        with contextlib.suppress(CollectiveTimeout):  # the launch's own future raises the error
+            launch.await_end()
 
 
 def as_stream(stream: Any, device_id: int, who: str) -> Any:

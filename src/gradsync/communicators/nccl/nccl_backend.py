@@ -303,7 +303,7 @@ class NcclBackend(Backend):
         for messages, is_sent in ((sends, True), (receives, False)):
             for message in messages:
                 if message.peer != self.rank:
-                    self._comparison.begin_message(message, is_sent=is_sent)
+                    self._comparison.begin_message(message, self._settle, is_sent=is_sent)
         try:
             self._move_on(0.0)
             self._await_messages(awaited, seconds)
@@ -328,13 +328,15 @@ class NcclBackend(Backend):
         """Launches the messages whose ranks have agreed; waits for the first of them at most `seconds`."""
         question = self._comparison.take(seconds)
         while question is not None:
-            self._settle(question)
+            question.settle()
             question = self._comparison.take(0.0)
 
     def _settle(self, question: Question) -> None:
         """Launches a message, or ends it if its two ranks disagree."""
         message = question.message
-        assert message is not None  # collectives are taken by _agree
+        assert message is not None  # collectives are taken by _compare
+        if message.is_over or self._watched.failure is not None:
+            return
         if question.error is not None:
             message.end(question.error)
             return
@@ -373,7 +375,7 @@ class NcclBackend(Backend):
             own = self._comparison.begin(agreement)
             while (question := self._comparison.take(None)) is not own:
                 assert question is not None
-                self._settle(question)
+                question.settle()
             if own.error is not None:
                 raise own.error
         except GradsyncError as error:
@@ -392,6 +394,11 @@ class NcclBackend(Backend):
             except GradsyncError as cause:
                 raise cause from error
         raise error
+
+    def _end_because(self, error: BaseException) -> None:
+        """Ends the communicator because of a failed launch, whose error the program is about to get."""
+        self._watched.fail(error)
+        self.fail(error, is_known=True)
 
     # -- Memory --------------------------------------------------------------------------------------------------
 
@@ -476,12 +483,10 @@ class NcclBackend(Backend):
         """Waits a limited time for launched work; ends the communicator if that does not end."""
         try:
             if self._last is not None:
-                self._last.wait(_DRAIN_SECONDS)
+                self._last.await_end(_DRAIN_SECONDS)
         except CollectiveTimeout as error:
             if self._watched.abort(error, describe(error)):
                 self.fail(error)
-        except GradsyncError:
-            pass  # it has ended the communicator
 
 
 class _Launching:
@@ -517,7 +522,7 @@ class _Launching:
                 # When gradsync converts an array of another library, only the current stream waits for the work that
                 # computes the array. So this launch's stream must wait for the current stream.
                 where.wait_event(backend._events.mark(current))
-            self.launch = launch = GpuLaunch(backend, backend._nccl, backend._events, where)
+            self.launch = launch = GpuLaunch(backend, backend._nccl, backend._events, where, backend._end_because)
             last = _last_on_device.get(backend._nccl.device_id)
             # The threads are compared too: Stream.ptds is one object, but a different stream in each thread.
             if last is not None and (last[1] is not where or last[2] != launch.thread):

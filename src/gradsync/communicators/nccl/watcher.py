@@ -136,8 +136,8 @@ class Watched:
         with self._lock:
             return self.failure is not None
 
-    def fail(self, error: GradsyncError) -> None:
-        """Ends the communicator because the watcher has found a failure."""
+    def fail(self, error: BaseException) -> None:
+        """Ends the communicator because of a failure of its launches; does nothing if it has ended."""
         # All ranks know a failure that the server has reported. A failure that only this rank knows must be reported to
         # the server.
         own = isinstance(error, (CollectiveTimeout, NcclError)) and self._failures.failure() is None

@@ -784,23 +784,33 @@ static int all_to_all_bytes(
 
 /* -- The functions for Python ------------------------------------------------------------------------------------------ */
 
-static PyTypeObject *memory_type(PyObject *module);
+typedef struct {
+    PyTypeObject *memory;
+    PyObject *digests_differ, *layouts_differ, *no_phases; /* of Python; see raise_as */
+} State;
 
-/* Takes what the last arguments of each function are: digest, layout, check. */
-static int begin_call(Call *call, PyObject *module, PyObject *memory, PyObject *const *last) {
-    const int is_memory = PyObject_IsInstance(memory, (PyObject *)memory_type(module));
+/* Takes the first and the last argument of each function: a Memory, and a Call of plain.py, which is a tuple. */
+static int begin_call(Call *call, PyObject *module, PyObject *memory, PyObject *python_call) {
+    const State *state = PyModule_GetState(module);
+    const int is_memory = PyObject_IsInstance(memory, (PyObject *)state->memory);
     if (is_memory <= 0) {
         if (is_memory == 0) PyErr_SetString(PyExc_TypeError, "the first argument needs to be a Memory");
         return FAILED;
     }
-    *call = (Call){.m = (Memory *)memory, .phase = Py_None, .check = last[2], .factor = 1.0};
+    if (!PyTuple_Check(python_call) || PyTuple_Size(python_call) != 4) {
+        PyErr_SetString(PyExc_TypeError, "the last argument needs to be a Call");
+        return FAILED;
+    }
+    PyObject *phase = PyTuple_GetItem(python_call, 3);
+    if (phase == state->no_phases) phase = Py_None;
+    *call = (Call){.m = (Memory *)memory, .phase = phase, .check = PyTuple_GetItem(python_call, 2), .factor = 1.0};
     if (call->m->mapping.buf == NULL) {
         PyErr_SetString(PyExc_ValueError, "the shared memory has been released");
         return FAILED;
     }
-    call->digest = PyLong_AsUnsignedLongLong(last[0]);
+    call->digest = PyLong_AsUnsignedLongLong(PyTuple_GetItem(python_call, 0));
     if (PyErr_Occurred()) return FAILED;
-    call->layout = PyLong_AsUnsignedLongLong(last[1]);
+    call->layout = PyLong_AsUnsignedLongLong(PyTuple_GetItem(python_call, 1));
     return PyErr_Occurred() ? FAILED : 0;
 }
 
@@ -828,24 +838,28 @@ static Size *take_bounds(PyObject *bounds, int size, Size item) {
     return taken;
 }
 
-static PyObject *result_of(int result) { return result == FAILED ? NULL : PyLong_FromLong(result); }
+static PyObject *result_of(PyObject *module, int result) {
+    const State *state = PyModule_GetState(module);
+    if (result == SAME) Py_RETURN_NONE;
+    if (result != FAILED) PyErr_SetNone(result == DIGESTS_DIFFER ? state->digests_differ : state->layouts_differ);
+    return NULL;
+}
 
 static PyObject *kernel_meet(PyObject *module, PyObject *const *arguments, Size count) {
     Call call;
-    if (needs(count, 4, "meet") < 0 || begin_call(&call, module, arguments[0], arguments + 1) < 0) return NULL;
+    if (needs(count, 2, "meet") < 0 || begin_call(&call, module, arguments[0], arguments[1]) < 0) return NULL;
     leave_python(&call);
     const int result = meet(&call);
     enter_python(&call);
-    return result_of(result);
+    return result_of(module, result);
 }
 
-/* all_reduce(memory, sources, targets, dtype, op, factor, phase, digest, layout, check) */
+/* all_reduce(memory, sources, targets, dtype, op, factor, call) */
 static PyObject *kernel_all_reduce(PyObject *module, PyObject *const *arguments, Size count) {
     Call call;
-    if (needs(count, 10, "all_reduce") < 0 || begin_call(&call, module, arguments[0], arguments + 7) < 0) return NULL;
+    if (needs(count, 7, "all_reduce") < 0 || begin_call(&call, module, arguments[0], arguments[6]) < 0) return NULL;
     const long code = PyLong_AsLong(arguments[3]), op = PyLong_AsLong(arguments[4]);
     call.factor = PyFloat_AsDouble(arguments[5]);
-    call.phase = arguments[6];
     Reduction reduction;
     List sources = {0}, targets = {0};
     int result = FAILED;
@@ -866,13 +880,13 @@ static PyObject *kernel_all_reduce(PyObject *module, PyObject *const *arguments,
 end:
     release_list(&sources);
     release_list(&targets);
-    return result_of(result);
+    return result_of(module, result);
 }
 
-/* reduce_scatter(memory, source, target, bounds, dtype, op, digest, layout, check) */
+/* reduce_scatter(memory, source, target, bounds, dtype, op, call) */
 static PyObject *kernel_reduce_scatter(PyObject *module, PyObject *const *arguments, Size count) {
     Call call;
-    if (needs(count, 9, "reduce_scatter") < 0 || begin_call(&call, module, arguments[0], arguments + 6) < 0) return NULL;
+    if (needs(count, 7, "reduce_scatter") < 0 || begin_call(&call, module, arguments[0], arguments[6]) < 0) return NULL;
     const long code = PyLong_AsLong(arguments[4]), op = PyLong_AsLong(arguments[5]);
     Reduction reduction;
     Py_buffer source = {0}, target = {0};
@@ -889,13 +903,13 @@ end:
     PyBuffer_Release(&source);
     PyBuffer_Release(&target);
     PyMem_Free(bounds);
-    return result_of(result);
+    return result_of(module, result);
 }
 
-/* broadcast(memory, flats, root, digest, layout, check) */
+/* broadcast(memory, flats, root, call) */
 static PyObject *kernel_broadcast(PyObject *module, PyObject *const *arguments, Size count) {
     Call call;
-    if (needs(count, 6, "broadcast") < 0 || begin_call(&call, module, arguments[0], arguments + 3) < 0) return NULL;
+    if (needs(count, 4, "broadcast") < 0 || begin_call(&call, module, arguments[0], arguments[3]) < 0) return NULL;
     const long root = PyLong_AsLong(arguments[2]);
     List flats;
     if (PyErr_Occurred() || take_list(&flats, arguments[1], root != call.m->rank) < 0) return NULL;
@@ -903,13 +917,13 @@ static PyObject *kernel_broadcast(PyObject *module, PyObject *const *arguments, 
     const int result = broadcast_bytes(&call, &flats, (int)root);
     enter_python(&call);
     release_list(&flats);
-    return result_of(result);
+    return result_of(module, result);
 }
 
-/* all_gather(memory, source, target, bounds, digest, layout, check) */
+/* all_gather(memory, source, target, bounds, call) */
 static PyObject *kernel_all_gather(PyObject *module, PyObject *const *arguments, Size count) {
     Call call;
-    if (needs(count, 7, "all_gather") < 0 || begin_call(&call, module, arguments[0], arguments + 4) < 0) return NULL;
+    if (needs(count, 5, "all_gather") < 0 || begin_call(&call, module, arguments[0], arguments[4]) < 0) return NULL;
     Py_buffer source = {0}, target = {0};
     Size *bounds = take_bounds(arguments[3], call.m->size, 1);
     int result = FAILED;
@@ -922,13 +936,13 @@ end:
     PyBuffer_Release(&source);
     PyBuffer_Release(&target);
     PyMem_Free(bounds);
-    return result_of(result);
+    return result_of(module, result);
 }
 
-/* all_to_all(memory, source, target, send_bounds, receive_bounds, largest, digest, layout, check) */
+/* all_to_all(memory, source, target, send_bounds, receive_bounds, largest, call) */
 static PyObject *kernel_all_to_all(PyObject *module, PyObject *const *arguments, Size count) {
     Call call;
-    if (needs(count, 9, "all_to_all") < 0 || begin_call(&call, module, arguments[0], arguments + 6) < 0) return NULL;
+    if (needs(count, 7, "all_to_all") < 0 || begin_call(&call, module, arguments[0], arguments[6]) < 0) return NULL;
     Py_buffer source = {0}, target = {0};
     Size *sent = take_bounds(arguments[3], call.m->size, 1), *received = NULL;
     const Size largest = PyLong_AsSsize_t(arguments[5]);
@@ -944,7 +958,7 @@ end:
     PyBuffer_Release(&target);
     PyMem_Free(sent);
     PyMem_Free(received);
-    return result_of(result);
+    return result_of(module, result);
 }
 
 /* -- The type Memory, and the module ------------------------------------------------------------------------------------ */
@@ -1020,11 +1034,19 @@ static PyType_Spec memory_spec = {
     memory_slots,
 };
 
-typedef struct {
-    PyTypeObject *memory;
-} State;
-
-static PyTypeObject *memory_type(PyObject *module) { return ((State *)PyModule_GetState(module))->memory; }
+/* raise_as(digests_differ, layouts_differ, no_phases): the errors that a meeting raises, and what trace.phases_of gives
+   without a trace. */
+static PyObject *kernel_raise_as(PyObject *module, PyObject *const *arguments, Size count) {
+    State *state = PyModule_GetState(module);
+    if (needs(count, 3, "raise_as") < 0) return NULL;
+    PyObject **kept[] = {&state->digests_differ, &state->layouts_differ, &state->no_phases};
+    for (int number = 0; number < 3; number++) {
+        PyObject *before = *kept[number];
+        *kept[number] = Py_NewRef(arguments[number]);
+        Py_XDECREF(before);
+    }
+    Py_RETURN_NONE;
+}
 
 static int module_exec(PyObject *module) {
     State *state = PyModule_GetState(module);
@@ -1034,17 +1056,26 @@ static int module_exec(PyObject *module) {
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg) {
-    Py_VISIT(((State *)PyModule_GetState(module))->memory);
+    const State *state = PyModule_GetState(module);
+    Py_VISIT(state->memory);
+    Py_VISIT(state->digests_differ);
+    Py_VISIT(state->layouts_differ);
+    Py_VISIT(state->no_phases);
     return 0;
 }
 
 static int module_clear(PyObject *module) {
-    Py_CLEAR(((State *)PyModule_GetState(module))->memory);
+    State *state = PyModule_GetState(module);
+    Py_CLEAR(state->memory);
+    Py_CLEAR(state->digests_differ);
+    Py_CLEAR(state->layouts_differ);
+    Py_CLEAR(state->no_phases);
     return 0;
 }
 
 #define KERNEL(NAME, DOC) {#NAME, (PyCFunction)(void (*)(void))kernel_##NAME, METH_FASTCALL, DOC}
 static PyMethodDef module_functions[] = {
+    KERNEL(raise_as, "For kernels.py."),
     KERNEL(meet, "See plain.py."),
     KERNEL(all_reduce, "See plain.py."),
     KERNEL(reduce_scatter, "See plain.py."),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from gradsync.communicators.agreement import Agreement, LayoutsDiffer
+from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message
 from gradsync.communicators.failures import FailureMonitor, exchange_mismatch
 from gradsync.communicators.shared_memory import kernels, memory
@@ -69,8 +69,7 @@ class ShmBackend(Backend):
         agreement: Agreement,
         factor: float = 1.0,
     ) -> None:
-        phase = trace.phases_of(self.recorder)
-        self._run(kernels.all_reduce, agreement, sources, targets, op, factor, phase)
+        self._run(kernels.all_reduce, agreement, sources, targets, op, factor)
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         result = np.empty(0, source.dtype) if target is None else target
@@ -99,16 +98,16 @@ class ShmBackend(Backend):
     def barrier(self, agreement: Agreement) -> None:
         self._run(kernels.meet, agreement)
 
-    def _run(self, kernel: Callable[..., int], agreement: Agreement, *arguments: object) -> None:
+    def _run(self, kernel: Callable[..., None], agreement: Agreement, *arguments: object) -> None:
         """Runs a kernel, which compares the digests of all ranks before it changes an array."""
         if self._failures.has_failed():  # looked up here because a short wait ends before the kernel calls check
             self._failures.check()
-        result = kernel(self._shared, *arguments, agreement.digest, agreement.layout, self._check)
-        if result == kernels.LAYOUTS_DIFFER:
-            raise LayoutsDiffer
-        if result == kernels.DIGESTS_DIFFER:
+        call = kernels.Call(agreement.digest, agreement.layout, self._check, trace.phases_of(self.recorder))
+        try:
+            kernel(self._shared, *arguments, call)
+        except kernels.DigestsDiffer:
             number, group = self._shared.rounds, self._failures.group
-            raise exchange_mismatch(self.client, group, number, self.label, agreement, self.ranks)
+            raise exchange_mismatch(self.client, group, number, self.label, agreement, self.ranks) from None
 
     def _check(self) -> float:
         """Moves messages on, and looks for failures, while this rank waits in the barrier; see kernels.py."""

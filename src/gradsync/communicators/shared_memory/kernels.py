@@ -11,26 +11,20 @@ from typing import Any
 
 import numpy as np
 
+from gradsync.communicators.agreement import LayoutsDiffer
+from gradsync.communicators.backend import Bounds
 from gradsync.communicators.shared_memory import plain
 from gradsync.communicators.shared_memory.memory import Shared, compiled
-from gradsync.communicators.shared_memory.plain import (
-    DIGESTS_DIFFER,
-    LAYOUTS_DIFFER,
-    SAME,
-    Bounds,
-    Check,
-    Phase,
-    wait,
-)
+from gradsync.communicators.shared_memory.plain import Call, Check, DigestsDiffer, wait
 from gradsync.diagnostics import trace
 from gradsync.reduction import Array, ReduceOp
 
 __all__ = [
-    "DIGESTS_DIFFER",
     "KIND",
-    "LAYOUTS_DIFFER",
-    "SAME",
     "SLOT_BYTES",
+    "Call",
+    "Check",
+    "DigestsDiffer",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -63,42 +57,16 @@ if compiled is None:
     meet, broadcast, all_gather, all_to_all = plain.meet, plain.broadcast, plain.all_gather, plain.all_to_all
     all_reduce, reduce_scatter = plain.all_reduce, plain.reduce_scatter
 else:
-    meet, broadcast, all_gather, all_to_all = (
-        compiled.meet,
-        compiled.broadcast,
-        compiled.all_gather,
-        compiled.all_to_all,
-    )
+    compiled.raise_as(DigestsDiffer, LayoutsDiffer, trace.no_phases)
+    meet, broadcast = compiled.meet, compiled.broadcast
+    all_gather, all_to_all = compiled.all_gather, compiled.all_to_all
 
     def all_reduce(
-        shared: Shared,
-        sources: Sequence[Array],
-        targets: Sequence[Array],
-        op: ReduceOp,
-        factor: float,
-        phase: Phase,
-        digest: int,
-        layout: int,
-        check: Check,
-    ) -> int:
+        shared: Shared, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, factor: float, call: Call
+    ) -> None:
         """See plain.py."""
-        code, told = _code_of(sources[0].dtype), None if phase is trace.no_phases else phase
-        result: int = compiled.all_reduce(
-            shared, sources, targets, code, _OPS[op], factor, told, digest, layout, check
-        )
-        return result
+        compiled.all_reduce(shared, sources, targets, _code_of(sources[0].dtype), _OPS[op], factor, call)
 
-    def reduce_scatter(
-        shared: Shared,
-        source: Array,
-        target: Array,
-        bounds: Bounds,
-        op: ReduceOp,
-        digest: int,
-        layout: int,
-        check: Check,
-    ) -> int:
+    def reduce_scatter(shared: Shared, source: Array, target: Array, bounds: Bounds, op: ReduceOp, call: Call) -> None:
         """See plain.py."""
-        code = _code_of(source.dtype)
-        result: int = compiled.reduce_scatter(shared, source, target, bounds, code, _OPS[op], digest, layout, check)
-        return result
+        compiled.reduce_scatter(shared, source, target, bounds, _code_of(source.dtype), _OPS[op], call)

@@ -45,8 +45,9 @@ LINE_WORDS = LINE_BYTES // 8
 ARRIVED, DIGEST, LAYOUT, STATE, CULPRIT, ABORTED_AT = 0, 1, 3, 5, 6, 7
 #: The first word of the common line. It is not zero once any rank has aborted.
 ABORTED = LINE_WORDS
-TEXT_BEGIN, TEXT_BYTES = 2 * LINE_BYTES, 1024
-_CHANNELS_BEGIN = TEXT_BEGIN + TEXT_BYTES
+#: The words of the text with the reason of an abort.
+TEXT_BEGIN, TEXT_END = 2 * LINE_WORDS, 18 * LINE_WORDS
+_CHANNELS_BEGIN = TEXT_END
 
 _SPIN_US, _SPIN_BRIEFLY_US = 50.0, 2.0
 
@@ -61,7 +62,7 @@ def _slots_begin(size: int) -> int:
     The data of large NumPy arrays begin 16 bytes after a page. Some processors (AMD Zen 3) copy ten times slower if the
     target lies 1 to 63 bytes after the source, modulo the page size.
     """
-    words_end = _CHANNELS_BEGIN + 2 * size * LINE_BYTES
+    words_end = 8 * _CHANNELS_BEGIN + 2 * size * LINE_BYTES
     return -(-words_end // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE // 2
 
 
@@ -139,14 +140,10 @@ class Shared(_Memory):  # type: ignore[misc]  # one of two
         """Returns private memory for up to a slot's elements."""
         return self._scratch.view(dtype)[:size]
 
-    def text(self, rank: int) -> Array:
-        """Returns the bytes of a rank's text."""
-        return self._of_rank(rank, TEXT_BEGIN, TEXT_BYTES)
-
     def channel(self, sender: int, receiver: int) -> Channel:
         """Returns this rank's side of the channel for the messages between two ranks; it is one of them."""
-        of_sender = self.lines[sender] + _CHANNELS_BEGIN // 8 + receiver * LINE_WORDS
-        of_receiver = self.lines[receiver] + _CHANNELS_BEGIN // 8 + (self.size + sender) * LINE_WORDS
+        of_sender = self.lines[sender] + _CHANNELS_BEGIN + receiver * LINE_WORDS
+        of_receiver = self.lines[receiver] + _CHANNELS_BEGIN + (self.size + sender) * LINE_WORDS
         own, other = (of_sender, of_receiver) if self.rank == sender else (of_receiver, of_sender)
         ring_bytes = _ring_bytes(self.size, self.slot_bytes)
         place = (receiver - sender - 1) % self.size

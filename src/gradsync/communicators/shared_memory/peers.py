@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause, closed_failure
 from gradsync.communicators.shared_memory.memory import (
     ABORTED,
@@ -14,7 +12,8 @@ from gradsync.communicators.shared_memory.memory import (
     ARRIVED,
     CULPRIT,
     STATE,
-    TEXT_BYTES,
+    TEXT_BEGIN,
+    TEXT_END,
     Shared,
 )
 from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
@@ -66,8 +65,9 @@ class Peers:
 
     def _announce(self, state: int, reason: str, culprit: int) -> None:
         words, line = self._words, self._lines[self._rank]
-        data = reason.encode(errors="backslashreplace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-        self._shared.text(self._rank)[...] = np.frombuffer(data, np.uint8)
+        size_bytes = 8 * (TEXT_END - TEXT_BEGIN)
+        data = reason.encode(errors="backslashreplace")[:size_bytes].ljust(size_bytes, b"\0")
+        words[line + TEXT_BEGIN : line + TEXT_END] = memoryview(data).cast("Q")
         # A rank that is in an earlier round has all that it needs, and may complete it.
         words[line + ABORTED_AT] = self._shared.rounds + 1
         words[line + CULPRIT] = culprit
@@ -141,7 +141,8 @@ class Peers:
                 if state == _ABORTED_BY_SERVER:
                     await_cause(CAUSE_SECONDS, self._failures.check)
                 self._failures.check()  # raises the server's error if there is one, because all ranks raise that
-                reason = bytes(self._shared.text(rank)).rstrip(b"\0").decode(errors="replace")
+                data = words[line + TEXT_BEGIN : line + TEXT_END].tobytes()
+                reason = data.rstrip(b"\0").decode(errors="replace")
                 text = f"{self._label}: rank {self._ranks[rank]} aborted: {reason}"
                 raise RankFailed(text, rank=words[line + CULPRIT], phase="collective")
 

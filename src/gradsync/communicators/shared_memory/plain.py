@@ -14,23 +14,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from gradsync.communicators.shared_memory.memory import (
-    ABORTED,
-    ARRIVED,
-    DIGEST,
-    LAYOUT,
-    LINE_BYTES,
-    Shared,
-)
+from gradsync.communicators.agreement import LayoutsDiffer
+from gradsync.communicators.backend import Bounds, largest_part
+from gradsync.communicators.shared_memory.memory import ABORTED, ARRIVED, DIGEST, LAYOUT, LINE_BYTES, Shared
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, part_dtype, reduction_of
 
 Check = Callable[[], float]
-Phase = Callable[[str], None]
-Bounds = Sequence[int]
+#: The elements [begin, end) of the array of this number in a list: (number, begin, end).
+Piece = tuple[int, int, int]
 
 # -- Waiting ----------------------------------------------------------------------------------------------------------
 
@@ -58,32 +53,50 @@ def wait(is_over: Callable[[], bool], check: Check) -> None:
         now = time.monotonic()
 
 
-#: The results of `meet`, and of each collective: whether all ranks brought the same.
-SAME, LAYOUTS_DIFFER, DIGESTS_DIFFER = 0, 1, 2
+class Call(NamedTuple):
+    """What a rank brings to the rounds of a collective.
+
+    Attributes:
+        digest, layout: see Agreement. The first round compares them, before a target is written.
+        check: see the top of this file.
+        phase: called at the end of each phase of an all_reduce, with its name; see trace.phases_of.
+    """
+
+    digest: int
+    layout: int
+    check: Check
+    phase: Callable[[str], None]
 
 
-def meet(shared: Shared, digest: int, layout: int, check: Check) -> int:
-    """Arrives at the next round, waits for all ranks, and compares what they brought; all get the same result."""
+class DigestsDiffer(Exception):
+    """The ranks brought different digests. All of them raise it."""
+
+
+def meet(shared: Shared, call: Call) -> None:
+    """Arrives at the next round, waits for all ranks, and compares what they brought.
+
+    Raises:
+        DigestsDiffer, LayoutsDiffer: the ranks brought different digests, or only different layouts; on every rank.
+    """
     words, number = shared.words, shared.rounds + 1
     line, odd = shared.lines[shared.rank], number & 1
-    words[line + DIGEST + odd] = digest
-    words[line + LAYOUT + odd] = layout
+    words[line + DIGEST + odd] = call.digest
+    words[line + LAYOUT + odd] = call.layout
     words[line + ARRIVED] = number  # publishes everything that this rank wrote before
     arrivals = shared.arrivals
     for arrival in arrivals:
         if words[arrival] < number:
-            wait(lambda: min([words[arrival] for arrival in arrivals]) >= number, check)
+            wait(lambda: min([words[arrival] for arrival in arrivals]) >= number, call.check)
             break
     if words[ABORTED]:  # a rank may have arrived and then aborted
-        check()
+        call.check()
     shared.rounds = number
-    result = SAME
     for arrival in arrivals:
-        if words[arrival + DIGEST + odd] != digest:
-            return DIGESTS_DIFFER
-        if words[arrival + LAYOUT + odd] != layout:
-            result = LAYOUTS_DIFFER
-    return result
+        if words[arrival + DIGEST + odd] != call.digest:
+            raise DigestsDiffer
+    for arrival in arrivals:
+        if words[arrival + LAYOUT + odd] != call.layout:
+            raise LayoutsDiffer
 
 
 # -- Copies -----------------------------------------------------------------------------------------------------------
@@ -107,34 +120,28 @@ def unpack(packed: Array, targets: Sequence[Array]) -> None:
         begin = end
 
 
-class Piece(NamedTuple):
-    """The elements [begin, end) of the array number `array` in a list."""
-
-    array: int
-    begin: int
-    end: int
-
-
-def _cut(arrays: Sequence[Array], pieces: Sequence[Piece]) -> list[Array]:
-    return [arrays[number][begin:end] for number, begin, end in pieces]
-
-
 def _pieces(sizes: Sequence[int], ends: Sequence[int]) -> Iterator[list[Piece]]:
-    """Yields the pieces of the elements before ends[0], then those before ends[1], and so on."""
+    """Divides a list of arrays: yields the pieces of all elements before ends[0], then up to ends[1], and so on."""
     number = at = done = 0  # in array `number`, and in all arrays
     for end in ends:
         pieces = []
         while done < end:
             step = min(sizes[number] - at, end - done)
             if step:
-                pieces.append(Piece(number, at, at + step))
+                pieces.append((number, at, at + step))
             at, done = at + step, done + step
             if at == sizes[number]:
                 number, at = number + 1, 0
         yield pieces
 
 
+def _cut(arrays: Sequence[Array], pieces: Sequence[Piece]) -> list[Array]:
+    return [arrays[number][begin:end] for number, begin, end in pieces]
+
+
 # -- Reductions -------------------------------------------------------------------------------------------------------
+# Values are reduced in the order of the ranks, by one rank or by all in the same way, so all get the same bits. Results
+# tell of NaN and infinity. NumPy must not raise them: an exception on some ranks only would stop the others.
 
 #: Up to this size every rank reduces the whole list after one round. Each rank reduces only its slice of a larger list,
 #: which takes more rounds.
@@ -142,49 +149,34 @@ SMALL_BYTES = 128 * 1024
 
 
 def all_reduce(
-    shared: Shared,
-    sources: Sequence[Array],
-    targets: Sequence[Array],
-    op: ReduceOp,
-    factor: float,
-    phase: Phase,
-    digest: int,
-    layout: int,
-    check: Check,
-) -> int:
-    """Reduces each source, multiplied by this rank's factor, into the target of the same index; see Backend.
-
-    Values are reduced in the order of the ranks, by one rank or by all in the same way: all get the same bits.
-    """
+    shared: Shared, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, factor: float, call: Call
+) -> None:
+    """Reduces each source, multiplied by this rank's factor, into the target of the same index; see Backend."""
     dtype, sizes = sources[0].dtype, tuple([source.size for source in sources])
     reduce, total = reduction_of(op, dtype, shared.size), sum(sizes)
-    with np.errstate(all="ignore"):  # an exception on some ranks would stop the others; the results tell NaN and inf
+    with np.errstate(all="ignore"):
         if total * dtype.itemsize > SMALL_BYTES:
             chunks = chunks_of(sizes, dtype.itemsize, shared.slot_bytes, shared.rank, shared.size)
-            return _in_chunks(shared, chunks, sources, targets, reduce, factor, phase, digest, layout, check)
+            _reduce_chunks(shared, chunks, sources, targets, reduce, factor, call)
+            return
         slots = [slot[:total] for slot in shared.slots(dtype)]
         pack(sources, slots[shared.rank], factor)
-        phase("packing")
-        if result := meet(shared, digest, layout, check):
-            return result
-        phase("waiting")
-        if len(targets) == 1:
-            reduce(slots, targets[0])
-            phase("reducing")
-            return SAME
-        reduced = shared.scratch(dtype, total)
+        call.phase("packing")
+        meet(shared, call)
+        call.phase("waiting")
+        reduced = targets[0] if len(targets) == 1 else shared.scratch(dtype, total)
         reduce(slots, reduced)
-        phase("reducing")
-        unpack(reduced, targets)
-        phase("splitting")
-    return SAME
+        call.phase("reducing")
+        if len(targets) > 1:
+            unpack(reduced, targets)
+            call.phase("splitting")
 
 
 class Chunk(NamedTuple):
-    """What one rank does with a part of a list that fits into a slot: it reduces the slice [low, high) for all.
+    """A part of a list that fits into a slot. The rank reduces the slice [low, high) of its `size` elements for all.
 
     Attributes:
-        low, high, size: the rank's slice, and the size of the whole chunk, in elements.
+        low, high, size: see above.
         before, own, after: the pieces of the list before the slice, in it, and after it.
     """
 
@@ -210,193 +202,135 @@ def chunks_of(sizes: tuple[int, ...], itemsize: int, slot_bytes: int, rank: int,
     return [Chunk(*each, next(pieces), next(pieces), next(pieces)) for each in slices]
 
 
-def _in_chunks(
+def _reduce_chunks(
     shared: Shared,
     chunks: Sequence[Chunk],
     sources: Sequence[Array],
     targets: Sequence[Array],
     reduce: Callable[[Sequence[Array], Array], None],
     factor: float,
-    phase: Phase,
-    digest: int,
-    layout: int,
-    check: Check,
-) -> int:
+    call: Call,
+) -> None:
     """All-reduces a large list. Between two rounds each rank works on three chunks, in three slots:
 
-    - it copies to its own slot what others will reduce of chunk k;
-    - it reduces its slice of chunk k - 1, and writes the result into the slots of all other ranks;
-    - it copies the results of the others from its own slot of chunk k - 2 to the targets.
+    - it copies the results of the others from its own slot of chunk k - 2 to the targets;
+    - it copies to its own slot what the others will reduce of chunk k;
+    - it reduces its slice of chunk k - 1, and writes the result into the slots of all others.
     """
     dtype, rank, slots = sources[0].dtype, shared.rank, dict[int, list[Array]]()
     first = 0 if rank or shared.size == 1 else 1
     for k in range(len(chunks) + 2):
         if k >= 2:
-            low, high, size, before, _, after = chunks[k - 2]
-            own = slots.pop(k - 2)[rank]
-            unpack(own[:low], _cut(targets, before))
-            unpack(own[high:size], _cut(targets, after))
-            phase("splitting")
+            chunk, own = chunks[k - 2], slots.pop(k - 2)[rank]
+            unpack(own[: chunk.low], _cut(targets, chunk.before))
+            unpack(own[chunk.high : chunk.size], _cut(targets, chunk.after))
+            call.phase("splitting")
         if k < len(chunks):
-            low, high, size, before, _, after = chunks[k]
-            slots[k] = shared.slots(dtype)
+            chunk, slots[k] = chunks[k], shared.slots(dtype)
             own = slots[k][rank]
-            pack(_cut(sources, before), own[:low], factor)
-            pack(_cut(sources, after), own[high:size], factor)
-            phase("packing")
+            pack(_cut(sources, chunk.before), own[: chunk.low], factor)
+            pack(_cut(sources, chunk.after), own[chunk.high : chunk.size], factor)
+            call.phase("packing")
         if 1 <= k <= len(chunks):
-            low, high, _, _, pieces, _ = chunks[k - 1]
-            contributions = [slot[low:high] for slot in slots[k - 1]]
-            # A reduction in rank order has read the values of ranks 0 and 1 when it writes the first result.
-            result = contributions[first]
-            mine = _cut(sources, pieces)
-            if len(mine) == 1 and factor == 1.0:
-                contributions[rank] = mine[0]
-            else:
-                contributions[rank] = shared.scratch(dtype, high - low)
-                pack(mine, contributions[rank], factor)
-            reduce(contributions, result)
-            for other, slot in enumerate(slots[k - 1]):
-                if other not in (rank, first):
-                    slot[low:high] = result
-            unpack(result, _cut(targets, pieces))
-            phase("reducing")
+            chunk = chunks[k - 1]
+            parts = [slot[chunk.low : chunk.high] for slot in slots[k - 1]]
+            # The result goes into the slot of rank 0 or 1. In rank order, their values are read before it is written.
+            result, others = parts[first], [part for other, part in enumerate(parts) if other not in (rank, first)]
+            mine = _cut(sources, chunk.own)
+            if len(mine) != 1 or factor != 1.0:
+                packed = shared.scratch(dtype, result.size)
+                pack(mine, packed, factor)
+                mine = [packed]
+            parts[rank] = mine[0]
+            reduce(parts, result)
+            for other in others:
+                other[...] = result
+            unpack(result, _cut(targets, chunk.own))
+            call.phase("reducing")
         if k <= len(chunks):
-            if differs := meet(shared, digest, layout, check):
-                return differs  # in the first round, before any target is written
-            phase("waiting")
-    return SAME
+            meet(shared, call)
+            call.phase("waiting")
 
 
-def reduce_scatter(
-    shared: Shared,
-    source: Array,
-    target: Array,
-    bounds: Bounds,
-    op: ReduceOp,
-    digest: int,
-    layout: int,
-    check: Check,
-) -> int:
+def reduce_scatter(shared: Shared, source: Array, target: Array, bounds: Bounds, op: ReduceOp, call: Call) -> None:
     """Reduces the sources of all ranks, and writes to the target what lies within this rank's bounds; see Backend."""
-    rank, dtype = shared.rank, source.dtype
-    reduce, share = reduction_of(op, dtype, shared.size), _share(shared, dtype)
+    reduce = reduction_of(op, source.dtype, shared.size)
     with np.errstate(all="ignore"):
-        for step in _steps(bounds, share):
-            slots = shared.slots(dtype)
-            _publish_shares(shared, source, bounds, step, slots[rank], share)
-            if result := meet(shared, digest, layout, check):
-                return result
-            low, high = _within(bounds, rank, step)
-            contributions = [
-                slot[place : place + high - low] for slot, place in zip(slots, _places(shared, share), strict=True)
-            ]
+        for step, shares in _deal(shared, source, bounds, largest_part(bounds), call):
+            part = target[step]
             # A copy: the target may be the same memory, and would be written before it is read.
-            contributions[rank] = shared.scratch(dtype, high - low)
-            contributions[rank][...] = source[low:high]
-            reduce(contributions, target[step.start : step.start + high - low])
-    return SAME
+            mine = shared.scratch(source.dtype, part.size)
+            mine[...] = shares[shared.rank]
+            shares[shared.rank] = mine
+            reduce([share[: part.size] for share in shares], part)
 
 
 # -- Moves of bytes ---------------------------------------------------------------------------------------------------
 
 
-def broadcast(shared: Shared, flats: Sequence[Array], root: int, digest: int, layout: int, check: Check) -> int:
+def broadcast(shared: Shared, flats: Sequence[Array], root: int, call: Call) -> None:
     """Copies the root's arrays of bytes into the arrays of all other ranks; see Backend."""
     sizes = [flat.size for flat in flats]
     total, length = sum(sizes), shared.slot_bytes
     ends = [min(begin + length, total) for begin in range(0, max(total, 1), length)]
-    for begin, end, pieces in zip([0, *ends], ends, _pieces(sizes, ends), strict=False):
-        arrays = _cut(flats, pieces)
-        slot = shared.slots(_BYTE)[root][: end - begin]
+    for pieces in _pieces(sizes, ends):
+        arrays, slot = _cut(flats, pieces), shared.slots(_BYTE)[root]
         if shared.rank == root:
-            pack(arrays, slot)
-        if result := meet(shared, digest, layout, check):
-            return result
+            pack(arrays, slot[: sum([array.size for array in arrays])])
+        meet(shared, call)
         if shared.rank != root:
             unpack(slot, arrays)
-    return SAME
 
 
-def all_gather(
-    shared: Shared, source: Array, target: Array, bounds: Bounds, digest: int, layout: int, check: Check
-) -> int:
+def all_gather(shared: Shared, source: Array, target: Array, bounds: Bounds, call: Call) -> None:
     """Copies the sources of all ranks, as bytes, into the target of every rank; see Backend."""
-    for step in _steps(bounds, shared.slot_bytes):
-        slots, mine = shared.slots(_BYTE), source[step]
+    for step in _steps(largest_part(bounds), shared.slot_bytes):
+        mine, slots = source[step], list(shared.slots(_BYTE))
         slots[shared.rank][: mine.size] = mine
-        if result := meet(shared, digest, layout, check):
-            return result
-        for rank in _in_turn(shared):
-            low, high = _within(bounds, rank, step)
-            target[low:high] = slots[rank][: high - low] if rank != shared.rank else mine
-    return SAME
+        meet(shared, call)
+        slots[shared.rank] = mine
+        _deliver(shared, slots, target, bounds, step)
 
 
 def all_to_all(
-    shared: Shared,
-    source: Array,
-    target: Array,
-    send_bounds: Bounds,
-    receive_bounds: Bounds,
-    largest: int,
-    digest: int,
-    layout: int,
-    check: Check,
-) -> int:
+    shared: Shared, source: Array, target: Array, send_bounds: Bounds, receive_bounds: Bounds, largest: int, call: Call
+) -> None:
     """Copies part i of every rank's source, as bytes, into the target of rank i; see Backend."""
-    share = _share(shared, _BYTE)
-    places = _places(shared, share)
-    for step in _steps((0, largest), share):
-        slots = shared.slots(_BYTE)
-        _publish_shares(shared, source, send_bounds, step, slots[shared.rank], share)
-        if result := meet(shared, digest, layout, check):
-            return result
-        for rank in _in_turn(shared):
-            low, high = _within(receive_bounds, rank, step)
-            if rank == shared.rank:
-                begin, end = _within(send_bounds, rank, step)
-                target[low:high] = source[begin:end]
-            else:
-                target[low:high] = slots[rank][places[rank] : places[rank] + high - low]
-    return SAME
+    for step, shares in _deal(shared, source, send_bounds, largest, call):
+        _deliver(shared, shares, target, receive_bounds, step)
 
 
 _BYTE = np.dtype(np.uint8)
 
 
-def _steps(bounds: Bounds, length: int) -> Iterator[slice]:
-    """Yields the parts of each rank's part that one round moves; at least one round, which compares the digests."""
-    largest = max([end - begin for begin, end in pairwise(bounds)])
-    for begin in range(0, max(largest, 1), length):
-        yield slice(begin, begin + length)
+def _steps(largest: int, length: int) -> Iterator[slice]:
+    """Yields what a round moves of each part: at least one round, which compares the digests."""
+    return (slice(begin, begin + length) for begin in range(0, max(largest, 1), length))
 
 
-def _within(bounds: Bounds, rank: int, step: slice) -> tuple[int, int]:
-    """Returns where a step of a rank's part begins and ends in the whole array."""
-    begin, end = bounds[rank], bounds[rank + 1]
-    return min(begin + step.start, end), min(begin + step.stop, end)
+def _deal(
+    shared: Shared, source: Array, bounds: Bounds, largest: int, call: Call
+) -> Iterator[tuple[slice, list[Array]]]:
+    """Gives each rank its part of the source, in rounds. Yields what each round moves of each part, and what it brings.
+
+    That is a list of arrays, by rank; each begins with what the rank has for this one.
+    """
+    rank, size = shared.rank, shared.size
+    share = shared.slot_bytes // max(size - 1, 1) // LINE_BYTES * LINE_BYTES // source.dtype.itemsize
+    for step in _steps(largest, share):
+        slots = shared.slots(source.dtype)
+        parts = [source[begin:end][step] for begin, end in pairwise(bounds)]
+        for peer, part in enumerate(parts):
+            if peer != rank:
+                slots[rank][(peer - rank - 1) % size * share :][: part.size] = part
+        meet(shared, call)
+        shares = [slot[(rank - peer - 1) % size * share :][:share] for peer, slot in enumerate(slots)]
+        shares[rank] = parts[rank]
+        yield step, shares
 
 
-def _in_turn(shared: Shared) -> Iterator[int]:
-    """Yields the ranks, from the next one on, so that not all ranks read the same slot at once."""
-    return ((shared.rank + step) % shared.size for step in range(1, shared.size + 1))
-
-
-def _share(shared: Shared, dtype: np.dtype[Any]) -> int:
-    """Returns how many elements a rank can publish for each of the others in one slot, in whole cache lines."""
-    per_rank: int = shared.slot_bytes // max(shared.size - 1, 1)
-    return per_rank // LINE_BYTES * LINE_BYTES // dtype.itemsize
-
-
-def _places(shared: Shared, share: int) -> list[int]:
-    """Returns where, in the slot of each rank, the share for this rank begins."""
-    return [(shared.rank - rank - 1) % shared.size * share for rank in range(shared.size)]
-
-
-def _publish_shares(shared: Shared, source: Array, bounds: Bounds, step: slice, slot: Array, share: int) -> None:
-    for peer in range(shared.size):
-        if peer != shared.rank:
-            low, high = _within(bounds, peer, step)
-            place = (peer - shared.rank - 1) % shared.size * share
-            slot[place : place + high - low] = source[low:high]
+def _deliver(shared: Shared, sources: Sequence[Array], target: Array, bounds: Bounds, step: slice) -> None:
+    """Copies what a round has brought to the parts of the target, from the next rank on: not all read one slot."""
+    for rank in [*range(shared.rank + 1, shared.size), *range(shared.rank + 1)]:
+        part = target[bounds[rank] : bounds[rank + 1]][step]
+        part[...] = sources[rank][: part.size]

@@ -22,7 +22,7 @@ from gradsync.rendezvous.client import RendezvousClient
 
 _NAME = "gradsync"
 _MADV_POPULATE_WRITE = 23  # from Linux's mman.h; not in Python's mmap
-_MAX_REASON_BYTES = 256  # the server limits what all ranks together send in an exchange
+_MAX_REASON_BYTES = 500  # the server limits what all ranks together send in an exchange
 
 
 def share_memory(client: RendezvousClient, key: str, part_bytes: int, timeout_seconds: float) -> mmap.mmap:
