@@ -35,7 +35,7 @@ class BackendRow(NamedTuple):
 #: The backends by name, in the order in which `gradsync doctor` tries them.
 TABLE = {
     "local": BackendRow("gradsync.communicators.local", single_rank=True),
-    "shm": BackendRow("gradsync.communicators.shared_memory.backend", doctor_lines=("Python",)),
+    "shm": BackendRow("gradsync.communicators.shared_memory.backend", doctor_lines=("kernels",)),
     "mpi": BackendRow("gradsync.communicators.mpi.backend", under_mpiexec=True, doctor_lines=("MPI",)),
     "nccl": BackendRow("gradsync.communicators.nccl.connect", on_gpus=True, doctor_lines=("GPUs", "CuPy", "NCCL")),
 }

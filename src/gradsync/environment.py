@@ -160,8 +160,8 @@ BACKEND = Variable("GRADSYNC_BACKEND", _backend, "auto")
 ALLOW_SHARED_GPU = Variable("GRADSYNC_ALLOW_SHARED_GPU", _switch, False)
 SECRET = Variable("GRADSYNC_SECRET", parse_secret, None)  # read once, and removed from the environment
 SECRET_FILE = Variable("GRADSYNC_SECRET_FILE", _secret_of_file, None)
+PLAIN_KERNELS = Variable("GRADSYNC_PLAIN_KERNELS", _switch, False)
 #: Overrides the script's value, for example under a debugger.
-PLAIN_KERNELS = Variable("GRADSYNC_PLAIN_KERNELS", _switch, False)  # shared memory by NumPy, also where C was built
 COLLECTIVE_TIMEOUT_SECONDS = Variable("GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS", _seconds, None)
 LOG = Variable("GRADSYNC_LOG", _log_level, None)  # the level of the logger "gradsync"
 FLIGHT_RECORDER_ENTRIES = Variable(

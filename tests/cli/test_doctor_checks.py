@@ -27,6 +27,14 @@ CUPY = {
     ],
     "nccl": {"available": True, "version": 23203, "build": 22501, "path": "/site/nvidia/nccl/lib/libnccl.so.2"},
 }
+KERNELS = {"kind": "C", "layout": 1, "file": "/site/gradsync/_kernels.abi3.so"}
+PLAIN = {
+    "kind": "NumPy",
+    "layout": 1,
+    "file": "/site/plain.py",
+    "why_plain": "they were not built",
+    "remedy": "get gcc",
+}
 MPI = {"version": "4.1.2", "library": "MPICH 5.0.2"}
 
 
@@ -47,6 +55,7 @@ def healthy(tmp_path):
         root=tmp_path,
         packages=packages("cupy-cuda12x", "nvidia-nccl-cu12", "mpi4py"),
         answers={
+            "kernels": KERNELS,
             "cupy": CUPY,
             "mpi": MPI,
             "mpiexec": {"text": "HYDRA build details:\n    Version: 5.0.2"},
@@ -87,7 +96,7 @@ BROKEN = [
     ({"numpy": "1.26.4"}, "NumPy", "warning", "1.26.4", "pip install --upgrade 'numpy>=2.1'"),
     ({"python": ("3.9.2", "/usr/bin/python3")}, "Python", "broken", "3.9.2", "venv with a newer Python"),
     ({"system": "darwin"}, "Python", "broken", "darwin", "Linux only"),
-    ({"machine": "aarch64"}, "Python", "not usable here", "aarch64", "--backend mpi"),
+    ({"machine": "riscv64"}, "kernels", "not usable here", "riscv64", "--backend mpi"),
     ({"memory_error": "Permission denied"}, "shared memory", "broken", "memfd: Permission denied", "raise"),
     ({"shared_memory_bytes": None}, "/dev/shm", "not usable here", "does not exist", "mount -t tmpfs tmpfs /dev/shm"),
     ({"shared_memory_bytes": (64 * 1024**2,) * 2}, "/dev/shm", "warning", "64 MB, 64 MB free: too small", "--shm-size"),
@@ -161,6 +170,8 @@ def test_what_is_broken_is_named_with_what_to_do(healthy, change, what, status, 
 
 # Likewise of what libraries answer.
 ANSWERS = [
+    ("kernels", PLAIN, "kernels", "warning", "plain NumPy, slower than in C: they were not built", "get gcc"),
+    ("kernels", {"error": "killed by SIGILL"}, "kernels", "broken", "SIGILL", "install gradsync again"),
     ("mpi", {"error": "no libmpi.so"}, "MPI", "not usable here", "no libmpi.so", "an MPI: pip install mpi4py mpich"),
     ("mpiexec", {"text": "mpiexec (OpenRTE) 4.1"}, "MPI", "warning", "belongs to Open MPI", "use the mpiexec of MPICH"),
     (
@@ -214,6 +225,13 @@ def test_what_libraries_answer_is_judged(healthy, name, answer, what, status, te
     assert finding.status.value == status
     assert text in finding.text
     assert advice in finding.advice
+
+
+def test_aarch64_needs_the_kernels_in_c(healthy):
+    assert findings(replace(healthy, machine="aarch64"))["kernels"].status is Status.OK
+    finding = findings(changed(replace(healthy, machine="aarch64"), kernels=PLAIN))["kernels"]
+    assert finding.status is Status.UNUSABLE
+    assert "get gcc" in finding.text
 
 
 def test_without_a_gpu_nothing_is_wrong(tmp_path):

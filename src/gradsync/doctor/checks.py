@@ -11,7 +11,7 @@ from typing import Any
 from gradsync import environment
 from gradsync.communicators.nccl.library import version_text
 from gradsync.doctor.facts import CUPY_PACKAGES, Facts
-from gradsync.errors import InvalidArgument, size_text
+from gradsync.errors import BackendUnavailable, InvalidArgument, size_text
 from gradsync.machine import BLAS_VARIABLES, count_gpus, visible_gpus
 
 
@@ -50,7 +50,7 @@ _OLDEST_PYTHON, _OLDEST_NUMPY = (3, 11), (2, 1)
 
 
 def check_python(here: Facts) -> Finding:
-    """Checks that Python is new enough, that the system is Linux, and that the processor is x86-64, which shm needs."""
+    """Checks that Python is new enough, and that the system is Linux."""
     version, path = here.python
     text = f"{version} on {here.system} {here.machine}, {path}"
     if _numbers(version)[:2] < _OLDEST_PYTHON:
@@ -58,8 +58,6 @@ def check_python(here: Facts) -> Finding:
     if here.system != "linux":
         advice = "ranks run on Linux only: use a Linux machine, a Linux container, or WSL2 on Windows"
         return Finding(BROKEN, text, advice)
-    if here.machine not in ("x86_64", "AMD64"):
-        return Finding(UNUSABLE, text, "shared memory needs x86-64: use --backend mpi, or nccl with GPUs")
     return Finding(OK, text)
 
 
@@ -77,6 +75,25 @@ def check_numpy(here: Facts) -> Finding:
 def _numbers(version: str) -> tuple[int, ...]:
     parts = version.split(".")[:2]
     return tuple(int(part) if part.isdigit() else 0 for part in parts)
+
+
+def check_kernels(here: Facts) -> Finding:
+    """Checks which kernels the backend shm runs, and whether this processor can run them."""
+    answer = here.answers.get("kernels", {"error": "no answer"})
+    if "error" in answer:
+        return Finding(BROKEN, answer["error"], "install gradsync again: pip install . (-e . in a clone)")
+    from gradsync.communicators.shared_memory.compiled import Kernels  # imported here: it fails where the answer is one
+    from gradsync.communicators.shared_memory.segment import check_platform
+
+    running = Kernels(**answer)
+    try:
+        check_platform(running, here.machine)
+    except BackendUnavailable as error:
+        return Finding(UNUSABLE, str(error), "otherwise use --backend mpi, or nccl with GPUs")
+    if running.kind == "C":
+        return Finding(OK, f"in C: {running.file}")
+    text = f"shared memory runs in plain NumPy, slower than in C: {running.why_plain}"
+    return Finding(WARNING, text, running.remedy)
 
 
 _ENOUGH_BYTES = 256 * 1024**2  # Docker's default of 64 MB is too small
@@ -359,6 +376,7 @@ Check = Callable[[Facts], Finding | list[Finding] | None]
 CHECKS: dict[str, Check] = {
     "Python": check_python,
     "NumPy": check_numpy,
+    "kernels": check_kernels,
     "shared memory": check_anonymous_memory,
     "/dev/shm": check_shared_memory_folder,
     "cores": check_threads,

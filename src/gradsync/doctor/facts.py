@@ -2,7 +2,7 @@
 
 Loading a broken library may crash or hang the process, so a subprocess examines each library:
 
-    python -m gradsync.doctor.facts NAME   # NAME is cupy or mpi; the last line of the output is JSON
+    python -m gradsync.doctor.facts NAME   # NAME is kernels, mpi or cupy; the last line of the output is JSON
 """
 
 from __future__ import annotations
@@ -124,12 +124,14 @@ def _shared_memory_bytes() -> tuple[int, int] | None:
 
 
 def _memory_error() -> str:
-    from gradsync.communicators.shared_memory.segment import check_allocation  # imported here: this module needs NumPy
-
     try:
+        from gradsync.communicators.shared_memory.segment import check_allocation  # imported here, as it may fail
+
         check_allocation(1 << 20)
     except (GradsyncError, OSError) as error:
         return str(error)
+    except ImportError:  # of the kernels, which have a line of their own
+        return ""
     return ""
 
 
@@ -154,8 +156,8 @@ def ask_all(mpiexec: str | None, deadline_seconds: float) -> dict[str, dict[str,
         deadline_seconds: the time limit, after which the subprocesses are killed.
 
     Returns:
-        One dictionary under each of the keys "cupy" and "mpi"; with a path of mpiexec, also under the key "mpiexec". A
-        library that could not be loaded, or gave no answer in time, has the dictionary {"error": message}.
+        One dictionary under each of the keys "kernels", "mpi" and "cupy"; with a path of mpiexec, also under the key
+        "mpiexec". A library that could not be loaded, or gave no answer in time, has the dictionary {"error": message}.
     """
     commands = {name: [sys.executable, "-m", __name__, name] for name in _QUESTIONS}
     if mpiexec is not None:
@@ -245,6 +247,12 @@ def _exit_error(exit_code: int, stderr: str) -> str:
     return f"the process that imported the library ended with exit code {exit_code}{last}"
 
 
+def _ask_kernels() -> dict[str, Any]:
+    from gradsync.communicators.shared_memory.compiled import RUNNING
+
+    return RUNNING._asdict()
+
+
 def _ask_mpi() -> dict[str, Any]:
     from gradsync.communicators.mpi.job import load_mpi
 
@@ -300,7 +308,11 @@ def _nccl() -> dict[str, Any]:
     return {"available": True, "version": version, "build": nccl.get_build_version(), "path": library_path()}
 
 
-_QUESTIONS: Mapping[str, Callable[[], dict[str, Any]]] = {"cupy": _ask_cupy, "mpi": _ask_mpi}
+_QUESTIONS: Mapping[str, Callable[[], dict[str, Any]]] = {
+    "kernels": _ask_kernels,
+    "mpi": _ask_mpi,
+    "cupy": _ask_cupy,
+}
 
 
 def main() -> None:

@@ -961,6 +961,14 @@ end:
     return result_of(module, result);
 }
 
+/* Orders what Python code writes into the memory, and what it reads there; costs nothing on x86-64. */
+static PyObject *kernel_fence(PyObject *module, PyObject *nothing) {
+    (void)module;
+    (void)nothing;
+    atomic_thread_fence(memory_order_acq_rel);
+    Py_RETURN_NONE;
+}
+
 /* -- The type Memory, and the module ------------------------------------------------------------------------------------ */
 
 static int memory_init(Memory *m, PyObject *arguments, PyObject *names) {
@@ -1082,6 +1090,7 @@ static PyMethodDef module_functions[] = {
     KERNEL(broadcast, "See plain.py."),
     KERNEL(all_gather, "See plain.py."),
     KERNEL(all_to_all, "See plain.py."),
+    {"fence", kernel_fence, METH_NOARGS, "See memory.py."},
     {NULL, NULL, 0, NULL},
 };
 static PyModuleDef_Slot module_slots[] = {

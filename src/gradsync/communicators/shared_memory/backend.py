@@ -6,10 +6,12 @@ kernels.py moves the bytes, segment.py gets the memory, peers.py knows how other
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -17,11 +19,12 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message
 from gradsync.communicators.failures import FailureMonitor, exchange_mismatch
 from gradsync.communicators.shared_memory import kernels, memory
+from gradsync.communicators.shared_memory.compiled import RUNNING
 from gradsync.communicators.shared_memory.messages import CHECK_SECONDS, Messages
 from gradsync.communicators.shared_memory.peers import ANY_ROUND, Peers
 from gradsync.communicators.shared_memory.segment import check_allocation, check_platform, share_memory
 from gradsync.diagnostics import trace
-from gradsync.environment import RankEnvironment, WorldSettings
+from gradsync.environment import PLAIN_KERNELS, RankEnvironment, WorldSettings
 from gradsync.errors import BackendUnavailable
 from gradsync.machine import begin_on_core
 from gradsync.reduction import Array, ReduceOp
@@ -34,7 +37,7 @@ _MESSAGE_CHECK_SECONDS = 50e-6  # how often a rank that waits in a collective mo
 
 
 class ShmBackend(Backend):
-    """The backend for ranks on one Linux x86-64 host, which share memory.
+    """The backend for ranks on one Linux host, which share memory.
 
     Args:
         mapping: the memory of all ranks, from share_memory.
@@ -165,8 +168,8 @@ def _announce_dropped(peers: Peers, pid: int) -> None:
 
 
 def check(_place: RankEnvironment) -> None:
-    """Raises BackendUnavailable if this machine does not run Linux on x86-64; see BackendModule."""
-    check_platform()
+    """Raises BackendUnavailable if shared memory cannot be used on this machine; see check_platform."""
+    check_platform(RUNNING)
 
 
 def offer(settings: WorldSettings) -> str:
@@ -191,10 +194,20 @@ def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> Sh
 def _connect(
     client: RendezvousClient, group: str, slot_bytes: int, timeout_seconds: float, collective_timeout_seconds: float
 ) -> ShmBackend:
-    check_platform()
+    check_platform(RUNNING)
+    if client.world_ranks[client.rank] == 0:
+        _tell_of_plain_kernels()
     # The kernel may have moved several ranks to one core while they joined, so each rank now begins on a core of its
     # own, and allocates its memory there. By the world rank, because all groups use the same cores.
     begin_on_core(client.world_ranks[client.rank])
     part_bytes = memory.part_bytes(client.world_size, slot_bytes)
-    mapping = share_memory(client, f"shm/{group}", part_bytes, timeout_seconds)
+    mapping = share_memory(client, f"shm/{group}", part_bytes, RUNNING, timeout_seconds)
     return ShmBackend(mapping, slot_bytes, client, group, collective_timeout_seconds)
+
+
+@cache
+def _tell_of_plain_kernels() -> None:
+    """Logs once that collectives are slower than they could be, unless that was asked for."""
+    if RUNNING.kind != "C" and not PLAIN_KERNELS.read():
+        text = f"gradsync: shared memory runs in plain NumPy, slower than in C: {RUNNING.why_plain}: {RUNNING.remedy}"
+        logging.getLogger("gradsync").warning("%s", text)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gradsync.communicators.shared_memory.compiled import fence
 from gradsync.reduction import Array
 
 # The words of a line of messages. Digests and sizes have two words, for messages of even and odd number: a side that
@@ -57,6 +58,7 @@ def post(channel: Channel, data: Array, digest: int) -> None:
     words[own + MESSAGE_DIGEST + odd] = digest
     words[own + SIZE + odd] = data.size
     words[own + DONE] = 0
+    fence()
     words[own + NUMBER] = channel.number  # publishes the words above
 
 
@@ -73,6 +75,7 @@ def advance(channel: Channel) -> int:
     """Moves at most one piece of the posted message, if that is possible now; never waits."""
     words, own, other, data = channel.words, channel.own, channel.other, channel.data
     if not channel.has_agreed and words[other + NUMBER] >= channel.number:
+        fence()
         odd = channel.number & 1
         if words[other + MESSAGE_DIGEST + odd] != channel.digest or words[other + SIZE + odd] != data.size:
             return DIFFERS
@@ -81,8 +84,10 @@ def advance(channel: Channel) -> int:
     pieces = -(-data.size // piece_bytes)
     # How many pieces the other side is done with. Until it has posted the message, its count is of the one before.
     theirs = words[other + DONE] if channel.has_agreed else 0
+    fence()  # a count of the next message comes with its number
     if words[other + NUMBER] > channel.number:
         theirs = pieces  # it is done with this message, and has posted the next one
+    fence()  # what was counted is there
     done = channel.done
     if done < min(pieces, theirs + PIECES if channel.sends else theirs):
         part = data[done * piece_bytes : (done + 1) * piece_bytes]
@@ -92,6 +97,7 @@ def advance(channel: Channel) -> int:
         else:
             part[...] = slot
         channel.done = done + 1
+        fence()
         words[own + DONE] = channel.done  # publishes the piece, or that its place in the ring is free
         return MOVED
     is_over = channel.has_agreed and done == pieces and (not channel.sends or theirs == pieces)

@@ -14,13 +14,13 @@ import numpy as np
 from gradsync.communicators.agreement import LayoutsDiffer
 from gradsync.communicators.backend import Bounds
 from gradsync.communicators.shared_memory import plain
-from gradsync.communicators.shared_memory.memory import Shared, compiled
+from gradsync.communicators.shared_memory.compiled import compiled
+from gradsync.communicators.shared_memory.memory import Shared
 from gradsync.communicators.shared_memory.plain import Call, Check, DigestsDiffer, wait
 from gradsync.diagnostics import trace
 from gradsync.reduction import Array, ReduceOp
 
 __all__ = [
-    "KIND",
     "SLOT_BYTES",
     "Call",
     "Check",
@@ -34,8 +34,6 @@ __all__ = [
     "wait",
 ]
 
-#: Which kernels run: "C" or "NumPy".
-KIND = "NumPy" if compiled is None else "C"
 #: The size of a slot, which a chunk of a large list fills. A chunk stays in the cache from its publication until its
 #: results are delivered; a smaller one needs more rounds, which cost less in C.
 SLOT_BYTES = 512 * 1024

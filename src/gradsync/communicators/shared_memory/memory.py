@@ -10,8 +10,8 @@ Each rank owns a part. The others read all of it, and write only into its slots.
 - a ring for the messages to each other rank.
 
 On x86-64, other cores see aligned 8-byte stores in program order. The barrier and the messages rely on that alone: what
-a rank wrote before it arrived, or before it counted a piece, is seen by whoever sees the arrival or the count. (The C
-kernels order their stores themselves.)
+a rank wrote before it arrived, or before it counted a piece, is seen by whoever sees the arrival or the count. On other
+processors the kernels in C see to the order, and Python code calls `fence` where the order counts.
 
 A collective goes in rounds of the barrier (`meet`). Round r uses the slots number r % SLOTS. Before a rank writes into
 its slot again, all have arrived at a later round, and so have read what was there.
@@ -21,21 +21,13 @@ from __future__ import annotations
 
 import mmap
 import os
-from contextlib import suppress
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from gradsync.communicators.shared_memory.channels import PIECES, Channel
-from gradsync.environment import PLAIN_KERNELS
+from gradsync.communicators.shared_memory.compiled import compiled
 from gradsync.reduction import Array
-
-#: The C kernels; None: they were not built, or GRADSYNC_PLAIN_KERNELS=1 asks for those in plain NumPy.
-compiled: Any = None
-with suppress(ImportError):
-    if not PLAIN_KERNELS.read():
-        compiled = import_module("gradsync.communicators.shared_memory._kernels")
 
 LINE_BYTES = 64
 LINE_WORDS = LINE_BYTES // 8

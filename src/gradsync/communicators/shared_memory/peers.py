@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause, closed_failure
+from gradsync.communicators.shared_memory.compiled import fence
 from gradsync.communicators.shared_memory.memory import (
     ABORTED,
     ABORTED_AT,
@@ -56,6 +57,7 @@ class Peers:
     def announce_closed(self) -> None:
         """Announces that this rank has closed the communicator. Its arrivals at earlier rounds remain valid."""
         state = _CLOSED_AFTER_FAILURE if self._failures.has_failed() else _CLOSED
+        fence()
         self._words[self._lines[self._rank] + STATE] = state
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
@@ -71,7 +73,9 @@ class Peers:
         # A rank that is in an earlier round has all that it needs, and may complete it.
         words[line + ABORTED_AT] = self._shared.rounds + 1
         words[line + CULPRIT] = culprit
+        fence()
         words[line + STATE] = state
+        fence()
         words[ABORTED] = 1
 
     # -- The ends of others ------------------------------------------------------------------------------------
@@ -115,7 +119,7 @@ class Peers:
                 raise
         for rank in awaited:
             state = self._words[self._lines[rank] + STATE]
-            # A rank may come and then close, so `missing` is called again after the state was read.
+            fence()  # a rank may come and then close, so `missing` is called again after the state was read
             if state in (_CLOSED, _CLOSED_AFTER_FAILURE) and rank in missing():
                 if state == _CLOSED_AFTER_FAILURE:
                     await_cause(CAUSE_SECONDS, self._failures.check)
@@ -135,8 +139,10 @@ class Peers:
         words = self._words
         if not words[ABORTED]:
             return
+        fence()
         for rank, line in enumerate(self._lines):
             state = words[line + STATE]
+            fence()
             if rank != self._rank and state in (_ABORTED, _ABORTED_BY_SERVER) and words[line + ABORTED_AT] <= number:
                 if state == _ABORTED_BY_SERVER:
                     await_cause(CAUSE_SECONDS, self._failures.check)

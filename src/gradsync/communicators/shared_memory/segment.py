@@ -15,7 +15,10 @@ import mmap
 import os
 import platform
 import sys
+from collections.abc import Sequence
 
+from gradsync.communicators.shared_memory.compiled import Kernels
+from gradsync.environment import PLAIN_KERNELS
 from gradsync.errors import BackendUnavailable, RankFailed
 from gradsync.machine import available_memory_bytes, machine_identity
 from gradsync.rendezvous.client import RendezvousClient
@@ -23,9 +26,15 @@ from gradsync.rendezvous.client import RendezvousClient
 _NAME = "gradsync"
 _MADV_POPULATE_WRITE = 23  # from Linux's mman.h; not in Python's mmap
 _MAX_REASON_BYTES = 500  # the server limits what all ranks together send in an exchange
+_MAX_PATH_BYTES = 200  # of a longer path, the end
+_END = b"\0"
+# What platform.machine() says where stores are seen in their order, and where only the kernels in C see to that.
+_ORDERED, _ORDERED_IN_C = ("x86_64", "AMD64"), ("aarch64",)
 
 
-def share_memory(client: RendezvousClient, key: str, part_bytes: int, timeout_seconds: float) -> mmap.mmap:
+def share_memory(
+    client: RendezvousClient, key: str, part_bytes: int, kernels: Kernels, timeout_seconds: float
+) -> mmap.mmap:
     """Returns memory with a part for each member of the client. Every member must call this function.
 
     Each rank allocates its own part, which then lies on its NUMA node. All ranks say so before any of them writes: a
@@ -35,10 +44,12 @@ def share_memory(client: RendezvousClient, key: str, part_bytes: int, timeout_se
         client: this rank's client of the rendezvous server.
         key: a name that no earlier call of this generation has used.
         part_bytes: the size of each part, in whole pages; the same on all ranks.
+        kernels: those that this rank runs.
         timeout_seconds: how long this rank waits for the others, twice.
 
     Raises:
-        BackendUnavailable: this rank cannot make, open, allocate or map the memory.
+        BackendUnavailable: this rank cannot make, open, allocate or map the memory; or the ranks run different kernels,
+            which all of them raise.
         RankFailed: another rank cannot, or died.
         RendezvousTimeout: another rank did not come in time.
         CollectiveTimeout, RendezvousError: the world has failed, or the connection to the server was lost.
@@ -53,7 +64,9 @@ def share_memory(client: RendezvousClient, key: str, part_bytes: int, timeout_se
                 ticket = _ticket_of(descriptor)
         except BackendUnavailable as error:
             refusal = error
-        ticket = client.exchange(f"{key}/ticket", ticket, timeout_seconds=timeout_seconds)[0]
+        tickets = client.exchange(f"{key}/ticket", _sign(kernels) + ticket, timeout_seconds=timeout_seconds)
+        _check_kernels(client, tickets)
+        ticket = tickets[0].partition(_END)[2]
         try:
             if ticket and rank > 0:
                 descriptor = _open_segment(ticket)
@@ -74,6 +87,28 @@ def share_memory(client: RendezvousClient, key: str, part_bytes: int, timeout_se
     with contextlib.suppress(OSError):  # Linux before 5.14: the pages are mapped at their first use, which is slower
         mapping.madvise(_MADV_POPULATE_WRITE)
     return mapping
+
+
+def _sign(kernels: Kernels) -> bytes:
+    """Returns what a ticket begins with: the kernels that the rank runs."""
+    return f"{kernels.kind} {kernels.layout} ".encode() + kernels.file.encode()[-_MAX_PATH_BYTES:] + _END
+
+
+def _check_kernels(client: RendezvousClient, tickets: Sequence[bytes]) -> None:
+    """Checks that all ranks run the same kernels: others expect other things of the memory.
+
+    Raises:
+        BackendUnavailable: they do not; all ranks raise this error.
+    """
+    signed = [ticket.partition(_END)[0].decode(errors="replace").split(" ", 2) for ticket in tickets]
+    running = [Kernels(kind, int(layout), file) for kind, layout, file in signed]
+    for number, other in zip(client.world_ranks, running, strict=True):
+        if other[:2] != running[0][:2]:
+            raise BackendUnavailable(
+                f"{client.label}: all ranks need the same kernels for shared memory: rank {client.world_ranks[0]} runs "
+                f"{running[0]}, and rank {number} {other}: install the same gradsync for all ranks, with or without a "
+                f"C compiler; {PLAIN_KERNELS}=1 on all ranks makes all run those in NumPy"
+            )
 
 
 def create_segment(size_bytes: int) -> int:
@@ -188,12 +223,20 @@ def _cannot_open(error: OSError) -> BackendUnavailable:
     )
 
 
-def check_platform() -> None:
-    """Checks that the processor guarantees the order of stores that the barrier needs.
+def check_platform(kernels: Kernels, machine: str | None = None) -> None:
+    """Checks that the others see what a rank writes in order: on x86-64 they do, on aarch64 the kernels in C see to it.
+
+    Args:
+        kernels: those that this rank runs.
+        machine: the processor, as platform.machine() names it; without it, this machine's.
 
     Raises:
-        BackendUnavailable: this machine does not run Linux on x86-64.
+        BackendUnavailable: this machine does not run Linux on such a processor, or lacks the kernels that it needs.
     """
-    machine = platform.machine()
-    if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
-        raise BackendUnavailable(f"shared memory needs Linux on x86-64, this is {sys.platform} on {machine}")
+    machine = machine or platform.machine()
+    if sys.platform != "linux" or machine not in (*_ORDERED, *_ORDERED_IN_C):
+        raise BackendUnavailable(f"shared memory needs Linux on x86-64 or aarch64, this is {sys.platform} on {machine}")
+    if machine in _ORDERED_IN_C and kernels.kind != "C":
+        raise BackendUnavailable(
+            f"shared memory on {machine} needs gradsync's kernels in C: {kernels.why_plain}: {kernels.remedy}"
+        )
