@@ -60,7 +60,7 @@ def _load() -> tuple[Any, Kernels]:
             f"{__file__} is {LAYOUT_VERSION}): install gradsync again (pip install -e . in a clone); if there is no C "
             "compiler, delete the first file"
         )
-    return found, Kernels("C", version, found.__file__)
+    return found, Kernels("C", LAYOUT_VERSION, str(found.__file__))
 
 
 #: The module in C, or None; and the kernels of this process.
