@@ -159,7 +159,8 @@ class Backend(ABC):
             op: the operator.
             agreement: see above. If the ranks differ in its layout only, the method raises LayoutsDiffer on every rank.
             factor: multiplies this rank's values before they are reduced; each rank has its own. Where it is not 1, the
-                dtype is floating or complex, and the sources may be overwritten once the ranks have agreed.
+                op is sum or mean, the dtype is floating or complex, and the sources may be overwritten once the ranks
+                have agreed.
         """
 
     @abstractmethod

@@ -5,7 +5,8 @@
    back to Python again and again: it calls check(), which raises an error to end the wait, and returns after how many
    seconds it wants to be called again.
 
-   On every way out, all buffers and references are given back. Compile without -ffast-math and with -ffp-contract=off. */
+   On every way out, all buffers and references are given back. setup.py says how to compile: nothing may reorder the
+   arithmetic, or fuse it. */
 
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -29,9 +30,9 @@
 typedef _Atomic uint64_t Word;
 typedef Py_ssize_t Size;
 
-/* -- The memory ----------------------------------------------------------------------------------------------------- */
+/* -- The memory ---------------------------------------------------------------------------------------------------- */
 
-enum { LINE_BYTES = 64, SLOTS = 3 };
+enum { LINE_BYTES = 64, SLOTS = 3, MAX_RANKS = 1 << 16 };
 /* The words of a rank's line; those of its second line, of which ABORTED belongs to all, in the part of rank 0. */
 enum { ARRIVED = 0, DIGEST = 1, LAYOUT = 3, ABORTED = 8, SLEEPERS = 9, FACTOR = 10 };
 /* The results of a meeting. FAILED: a Python error is set. */
@@ -44,6 +45,7 @@ typedef struct {
     Size part_bytes, slots_begin, slot_bytes;
     uint64_t rounds;
     int64_t spin_ns;
+    atomic_bool is_busy;   /* a call uses the mapping, perhaps without the GIL */
     struct Values *values; /* of each rank, for the running call */
 } Memory;
 
@@ -62,7 +64,7 @@ static inline char *slot(Memory *m, int rank, uint64_t round) {
     return part(m, rank) + m->slots_begin + (Size)(round % SLOTS) * m->slot_bytes;
 }
 
-/* -- A call ---------------------------------------------------------------------------------------------------------- */
+/* -- A call -------------------------------------------------------------------------------------------------------- */
 
 /* What one call of Python has, and gives back at its end. While `thread` is set, the GIL is released. */
 typedef struct {
@@ -71,6 +73,7 @@ typedef struct {
     PyThreadState *thread;
     uint64_t digest, layout;
     double factor;
+    int rounds; /* of this call, so far */
 } Call;
 
 static void leave_python(Call *call) { call->thread = PyEval_SaveThread(); }
@@ -78,6 +81,11 @@ static void leave_python(Call *call) { call->thread = PyEval_SaveThread(); }
 static void enter_python(Call *call) {
     PyEval_RestoreThread(call->thread);
     call->thread = NULL;
+}
+
+static int wrong(const char *what) {
+    PyErr_SetString(PyExc_ValueError, what);
+    return FAILED;
 }
 
 /* Tells the tracer which phase has ended. */
@@ -90,18 +98,22 @@ static int end_phase(Call *call, const char *name) {
     return done == NULL ? FAILED : 0;
 }
 
-/* Calls check(); *seconds is when it wants to be called again. */
-static int check(Call *call, double *seconds) {
+enum { FIRST_CHECK_NS = 200 * 1000, LONGEST_PAUSE_NS = 50 * 1000 * 1000 };
+
+/* Runs the handlers of signals that came, and calls check(). *pause_ns is when this is due again: soon enough for a
+   signal, whatever check() says. */
+static int check(Call *call, int64_t *pause_ns) {
     enter_python(call);
-    PyObject *result = PyObject_CallFunctionObjArgs(call->check, NULL);
-    *seconds = result == NULL ? -1.0 : PyFloat_AsDouble(result);
-    int failed = result == NULL || PyErr_Occurred() != NULL;
+    PyObject *result = PyErr_CheckSignals() < 0 ? NULL : PyObject_CallFunctionObjArgs(call->check, NULL);
+    const double ns = result == NULL ? 0.0 : PyFloat_AsDouble(result) * 1e9;
+    const bool failed = PyErr_Occurred() != NULL;
     Py_XDECREF(result);
     leave_python(call);
+    *pause_ns = ns > 0.0 ? (ns < LONGEST_PAUSE_NS ? (int64_t)ns : LONGEST_PAUSE_NS) : 0;
     return failed ? FAILED : 0;
 }
 
-/* -- Meeting --------------------------------------------------------------------------------------------------------- */
+/* -- Meeting ------------------------------------------------------------------------------------------------------- */
 
 static inline void relax(void) {
 #if defined(__x86_64__)
@@ -143,8 +155,6 @@ static void sleep_until_arrival(Memory *m, int rank, uint64_t seen, int64_t ns) 
     atomic_fetch_sub(sleepers, 1);
 }
 
-enum { FIRST_CHECK_NS = 200 * 1000, LONGEST_SLEEP_NS = 50 * 1000 * 1000 };
-
 /* Waits until a rank has arrived at a round. */
 static int await_rank(Call *call, int rank, uint64_t number) {
     Memory *m = call->m;
@@ -160,34 +170,38 @@ static int await_rank(Call *call, int rank, uint64_t number) {
         if (now - began < m->spin_ns) {
             for (int spins = 0; spins < 16; spins++) relax();
         } else if (now < check_at) {
-            int64_t left = check_at - now;
-            sleep_until_arrival(m, rank, seen, left < LONGEST_SLEEP_NS ? left : LONGEST_SLEEP_NS);
+            sleep_until_arrival(m, rank, seen, check_at - now);
         } else {
-            double seconds;
-            if (check(call, &seconds) < 0) return FAILED;
-            check_at = now_ns() + (int64_t)(seconds * 1e9);
+            int64_t pause_ns;
+            if (check(call, &pause_ns) < 0) return FAILED;
+            check_at = now_ns() + pause_ns;
         }
         now = now_ns();
     }
 }
+
+/* Ranks in step never wait. So some rounds of a long call check too: they move some 16 MB, in a few milliseconds. */
+enum { ROUNDS_BETWEEN_CHECKS = 32 };
 
 /* Meets all ranks at the next round, and compares what they brought; see `meet` in plain.py. */
 static int meet(Call *call) {
     Memory *m = call->m;
     uint64_t number = m->rounds + 1;
     int odd = (int)(number & 1), result = SAME;
+    int64_t ignored;
     uint64_t factor;
     memcpy(&factor, &call->factor, sizeof factor);
     atomic_store_explicit(word(m, m->rank, DIGEST + odd), call->digest, memory_order_relaxed);
     atomic_store_explicit(word(m, m->rank, LAYOUT + odd), call->layout, memory_order_relaxed);
-    atomic_store_explicit(word(m, m->rank, FACTOR + odd), factor, memory_order_relaxed);
+    Word *factors = word(m, m->rank, FACTOR + odd); /* mostly 1, and then nobody has to load the line again */
+    if (atomic_load_explicit(factors, memory_order_relaxed) != factor)
+        atomic_store_explicit(factors, factor, memory_order_relaxed);
     arrive(m, number);
+    if (++call->rounds % ROUNDS_BETWEEN_CHECKS == 0 && check(call, &ignored) < 0) return FAILED;
     for (int step = 1; step < m->size; step++)
         if (await_rank(call, (m->rank + step) % m->size, number) < 0) return FAILED;
-    if (atomic_load_explicit(word(m, 0, ABORTED), memory_order_acquire)) { /* a rank may have arrived and then aborted */
-        double seconds;
-        if (check(call, &seconds) < 0) return FAILED;
-    }
+    if (atomic_load_explicit(word(m, 0, ABORTED), memory_order_acquire)) /* a rank may have arrived and then aborted */
+        if (check(call, &ignored) < 0) return FAILED;
     m->rounds = number;
     for (int rank = 0; rank < m->size; rank++) {
         if (atomic_load_explicit(word(m, rank, DIGEST + odd), memory_order_relaxed) != call->digest)
@@ -206,7 +220,7 @@ static double factor_of(Memory *m, int rank) {
     return factor;
 }
 
-/* -- Lists of arrays ------------------------------------------------------------------------------------------------- */
+/* -- Lists of arrays ----------------------------------------------------------------------------------------------- */
 
 typedef struct {
     char *at;
@@ -245,6 +259,12 @@ static int take_list(List *list, PyObject *arrays, bool writable) {
         Py_XDECREF(array);
         if (failed) {
             release_list(list);
+            return FAILED;
+        }
+        if (view->len > PY_SSIZE_T_MAX - list->bytes) { /* the same array, again and again */
+            PyBuffer_Release(view);
+            release_list(list);
+            PyErr_SetString(PyExc_OverflowError, "the list is larger than memory can be");
             return FAILED;
         }
         list->spans[list->count] = (Span){view->buf, view->len};
@@ -300,7 +320,7 @@ static void skip(Place *place, Size bytes) {
     }
 }
 
-/* -- Arithmetic ------------------------------------------------------------------------------------------------------ */
+/* -- Arithmetic ---------------------------------------------------------------------------------------------------- */
 
 enum { SUM, MEAN, PROD, MIN, MAX };
 
@@ -509,8 +529,8 @@ static inline uint16_t narrow_float16(float value) {
 HALF(float16)
 HALF(bfloat16)
 
-/* The rows by the code of a dtype; CODES in kernels.py has the same order. */
-enum { COMPLEX64 = 12, COMPLEX128 = 13 };
+/* The rows by the code of a dtype; _DTYPES in kernels.py has the same order. */
+enum { FLOAT32 = 8, FLOAT64 = 9, COMPLEX64 = 12, COMPLEX128 = 13 };
 static const Dtype DTYPES[] = {
     INTEGER_ROW(int8, int8_t),
     INTEGER_ROW(int16, int16_t),
@@ -536,18 +556,14 @@ typedef struct {
     struct Values *values;
 } Reduction;
 
-static int begin_reduction(Reduction *reduction, Memory *m, int code, int op) {
-    if (code < 0 || code >= DTYPE_COUNT || op < 0 || op > MAX) {
-        PyErr_SetString(PyExc_ValueError, "no such reduction");
-        return FAILED;
-    }
-    if (op <= MEAN && code == COMPLEX64) code = 8;
-    if (op <= MEAN && code == COMPLEX128) code = 9;
-    if (DTYPES[code].join[op] == NULL) {
-        PyErr_SetString(PyExc_ValueError, "complex numbers have no order");
-        return FAILED;
-    }
-    *reduction = (Reduction){&DTYPES[code], op, m->size, op == MEAN ? m->size : 1, m->values};
+static int begin_reduction(Reduction *reduction, Memory *m, long code, long op, double factor) {
+    if (code < 0 || code >= DTYPE_COUNT || op < 0 || op > MAX) return wrong("no such reduction");
+    if (factor != 1.0 && (op > MEAN || code < FLOAT32))
+        return wrong("a factor needs a sum or mean of floating or complex values");
+    if (op <= MEAN && code == COMPLEX64) code = FLOAT32;
+    if (op <= MEAN && code == COMPLEX128) code = FLOAT64;
+    if (DTYPES[code].join[op] == NULL) return wrong("complex numbers have no order");
+    *reduction = (Reduction){&DTYPES[code], (int)op, m->size, op == MEAN ? m->size : 1, m->values};
     for (int rank = 0; rank < m->size; rank++) m->values[rank].factor = 1.0;
     return 0;
 }
@@ -556,8 +572,8 @@ static int begin_reduction(Reduction *reduction, Memory *m, int code, int op) {
 static void reduce_block(Reduction *reduction, char *out, Size bytes) {
     _Alignas(64) char total[2 * BLOCK_BYTES];
     const Dtype *dtype = reduction->dtype;
-    const Size n = bytes / dtype->item;
     struct Values *values = reduction->values;
+    const Size n = bytes / dtype->item;
     dtype->take(total, values[0].at, n, values[0].factor);
     for (int rank = 1; rank < reduction->size; rank++)
         dtype->join[reduction->op](total, values[rank].at, n, values[rank].factor);
@@ -565,7 +581,12 @@ static void reduce_block(Reduction *reduction, char *out, Size bytes) {
     for (int rank = 0; rank < reduction->size; rank++) values[rank].at += bytes;
 }
 
-/* -- all_reduce ------------------------------------------------------------------------------------------------------ */
+/* Whether values of the user's can be computed with where they are: arrays may begin at any byte. */
+static inline bool is_aligned(const Reduction *reduction, const char *values) {
+    return (uintptr_t)values % (uintptr_t)reduction->dtype->item == 0;
+}
+
+/* -- all_reduce ---------------------------------------------------------------------------------------------------- */
 
 static void take_factors(Reduction *reduction, Memory *m) {
     for (int rank = 0; rank < m->size; rank++) reduction->values[rank].factor = factor_of(m, rank);
@@ -633,18 +654,22 @@ static int all_reduce_large(Call *call, Reduction *reduction, const List *source
             if (k == 1) take_factors(reduction, m);
             skip(&own, low);
             skip(&reduced, low);
-            for (Size done = low; done < high;) {
+            for (Size done = low; done < high; done += BLOCK_BYTES) {
                 _Alignas(64) char block[BLOCK_BYTES];
                 char *values;
-                const Size most = high - done < BLOCK_BYTES ? high - done : BLOCK_BYTES;
-                const Size run = run_from(&own, &values, most);
+                const Size bytes_here = high - done < BLOCK_BYTES ? high - done : BLOCK_BYTES;
+                const Place before = own;
+                if (run_from(&own, &values, bytes_here) < bytes_here || !is_aligned(reduction, values)) {
+                    own = before;
+                    pack(&own, block, bytes_here);
+                    values = block;
+                }
                 for (int rank = 0; rank < m->size; rank++)
                     reduction->values[rank].at = rank == m->rank ? values : slot(m, rank, round) + done;
-                reduce_block(reduction, block, run);
-                unpack(&reduced, block, run);
+                reduce_block(reduction, block, bytes_here); /* it gives the block when it has taken all values */
+                unpack(&reduced, block, bytes_here);
                 for (int rank = 0; rank < m->size; rank++)
-                    if (rank != m->rank) memcpy(slot(m, rank, round) + done, block, (size_t)run);
-                done += run;
+                    if (rank != m->rank) memcpy(slot(m, rank, round) + done, block, (size_t)bytes_here);
             }
             skip(&own, bytes - high);
             skip(&reduced, bytes - high);
@@ -659,7 +684,7 @@ static int all_reduce_large(Call *call, Reduction *reduction, const List *source
     return SAME;
 }
 
-/* -- reduce_scatter, and the moves of bytes --------------------------------------------------------------------------- */
+/* -- reduce_scatter, and the moves of bytes ------------------------------------------------------------------------ */
 
 /* How many bytes a rank can publish for each of the others in one slot, in whole cache lines. */
 static Size share_of(const Memory *m) {
@@ -693,7 +718,8 @@ static void publish_shares(Memory *m, const char *source, const Size *bounds, Si
     }
 }
 
-static int reduce_scatter_bytes(Call *call, Reduction *reduction, const char *source, char *target, const Size *bounds) {
+static int reduce_scatter_bytes(
+    Call *call, Reduction *reduction, const char *source, char *target, const Size *bounds) {
     Memory *m = call->m;
     const Size share = share_of(m), largest = largest_part(bounds, m->size);
     Size begin = 0;
@@ -706,13 +732,16 @@ static int reduce_scatter_bytes(Call *call, Reduction *reduction, const char *so
         take_factors(reduction, m);
         step_of(bounds, m->rank, begin, share, &low, &high);
         for (int rank = 0; rank < m->size; rank++)
-            reduction->values[rank].at =
-                rank == m->rank ? source + low : slot(m, rank, round) + share_begin(m, rank, m->rank, share);
+            if (rank != m->rank)
+                reduction->values[rank].at = slot(m, rank, round) + share_begin(m, rank, m->rank, share);
         for (Size done = low; done < high; done += BLOCK_BYTES) {
             _Alignas(64) char block[BLOCK_BYTES]; /* the target may be this part of the source */
             const Size bytes = high - done < BLOCK_BYTES ? high - done : BLOCK_BYTES;
+            const char *values = source + done;
+            if (!is_aligned(reduction, values)) values = memcpy(block, values, (size_t)bytes);
+            reduction->values[m->rank].at = values;
             reduce_block(reduction, block, bytes);
-            memcpy(target + done - bounds[m->rank], block, (size_t)bytes);
+            memcpy(target + (done - bounds[m->rank]), block, (size_t)bytes);
         }
         begin += share;
     } while (begin < largest);
@@ -743,7 +772,7 @@ static int all_gather_bytes(Call *call, const char *source, char *target, const 
         const uint64_t round = m->rounds + 1;
         Size low, high;
         step_of(bounds, m->rank, begin, m->slot_bytes, &low, &high);
-        const char *mine = source + low - bounds[m->rank];
+        const char *mine = source + (low - bounds[m->rank]);
         memcpy(slot(m, m->rank, round), mine, (size_t)(high - low));
         const int result = meet(call);
         if (result != SAME) return result;
@@ -782,14 +811,16 @@ static int all_to_all_bytes(
     return SAME;
 }
 
-/* -- The functions for Python ------------------------------------------------------------------------------------------ */
+/* -- The functions for Python -------------------------------------------------------------------------------------- */
 
 typedef struct {
     PyTypeObject *memory;
     PyObject *digests_differ, *layouts_differ, *no_phases; /* of Python; see raise_as */
 } State;
 
-/* Takes the first and the last argument of each function: a Memory, and a Call of plain.py, which is a tuple. */
+/* Takes the first and the last argument of each function: a Memory, and a Call of plain.py, which is a tuple. Until
+   end_call the memory is this call's: it is not released, and no other thread, and no function that this call calls,
+   begins another call. */
 static int begin_call(Call *call, PyObject *module, PyObject *memory, PyObject *python_call) {
     const State *state = PyModule_GetState(module);
     const int is_memory = PyObject_IsInstance(memory, (PyObject *)state->memory);
@@ -804,14 +835,29 @@ static int begin_call(Call *call, PyObject *module, PyObject *memory, PyObject *
     PyObject *phase = PyTuple_GetItem(python_call, 3);
     if (phase == state->no_phases) phase = Py_None;
     *call = (Call){.m = (Memory *)memory, .phase = phase, .check = PyTuple_GetItem(python_call, 2), .factor = 1.0};
-    if (call->m->mapping.buf == NULL) {
-        PyErr_SetString(PyExc_ValueError, "the shared memory has been released");
-        return FAILED;
-    }
     call->digest = PyLong_AsUnsignedLongLong(PyTuple_GetItem(python_call, 0));
     if (PyErr_Occurred()) return FAILED;
     call->layout = PyLong_AsUnsignedLongLong(PyTuple_GetItem(python_call, 1));
-    return PyErr_Occurred() ? FAILED : 0;
+    if (PyErr_Occurred()) return FAILED;
+    if (atomic_exchange(&call->m->is_busy, true)) {
+        PyErr_SetString(PyExc_BufferError, "another call is using this shared memory");
+        return FAILED;
+    }
+    if (call->m->mapping.buf == NULL) {
+        atomic_store(&call->m->is_busy, false);
+        PyErr_SetString(PyExc_ValueError, "the shared memory has been released");
+        return FAILED;
+    }
+    return 0;
+}
+
+/* Gives a result of `meet`, or FAILED, to Python. */
+static PyObject *end_call(Call *call, PyObject *module, int result) {
+    const State *state = PyModule_GetState(module);
+    atomic_store(&call->m->is_busy, false);
+    if (result == SAME) Py_RETURN_NONE;
+    if (result != FAILED) PyErr_SetNone(result == DIGESTS_DIFFER ? state->digests_differ : state->layouts_differ);
+    return NULL;
 }
 
 static int needs(Size given, Size wanted, const char *name) {
@@ -820,30 +866,34 @@ static int needs(Size given, Size wanted, const char *name) {
     return FAILED;
 }
 
-static Size *take_bounds(PyObject *bounds, int size, Size item) {
-    Size *taken = PySequence_Size(bounds) == size + 1 ? PyMem_Calloc((size_t)size + 1, sizeof(Size)) : NULL;
+/* Returns the bounds of all ranks' parts in an array of some bytes, counted in bytes; NULL with an error. */
+static Size *take_bounds(PyObject *bounds, int size, Size item, Size bytes) {
+    const Size count = PySequence_Size(bounds);
+    if (count != (Size)size + 1) {
+        if (count >= 0) PyErr_SetString(PyExc_ValueError, "there is one bound more than ranks");
+        return NULL;
+    }
+    Size *taken = PyMem_Calloc((size_t)count, sizeof *taken);
     if (taken == NULL) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "there is one bound more than ranks");
+        PyErr_NoMemory();
         return NULL;
     }
     for (int rank = 0; rank <= size; rank++) {
-        PyObject *bound = PySequence_GetItem(bounds, rank);
-        taken[rank] = bound == NULL ? 0 : PyLong_AsSsize_t(bound) * item;
-        Py_XDECREF(bound);
+        PyObject *given = PySequence_GetItem(bounds, rank);
+        const Size bound = given == NULL ? -1 : PyLong_AsSsize_t(given), least = rank == 0 ? 0 : taken[rank - 1];
+        Py_XDECREF(given);
+        if (!PyErr_Occurred() && (bound < least / item || bound > bytes / item))
+            PyErr_SetString(PyExc_ValueError, "the bounds need to ascend, and to lie within the array");
         if (PyErr_Occurred()) {
             PyMem_Free(taken);
             return NULL;
         }
+        taken[rank] = bound * item;
     }
     return taken;
 }
 
-static PyObject *result_of(PyObject *module, int result) {
-    const State *state = PyModule_GetState(module);
-    if (result == SAME) Py_RETURN_NONE;
-    if (result != FAILED) PyErr_SetNone(result == DIGESTS_DIFFER ? state->digests_differ : state->layouts_differ);
-    return NULL;
-}
+static Size part_of(const Size *bounds, int rank) { return bounds[rank + 1] - bounds[rank]; }
 
 static PyObject *kernel_meet(PyObject *module, PyObject *const *arguments, Size count) {
     Call call;
@@ -851,51 +901,69 @@ static PyObject *kernel_meet(PyObject *module, PyObject *const *arguments, Size 
     leave_python(&call);
     const int result = meet(&call);
     enter_python(&call);
-    return result_of(module, result);
+    return end_call(&call, module, result);
+}
+
+static int check_pairs(const List *sources, const List *targets) {
+    if (sources->count != targets->count) return wrong("there are not as many targets as sources");
+    for (Size number = 0; number < sources->count; number++)
+        if (sources->spans[number].bytes != targets->spans[number].bytes)
+            return wrong("a target has another size than its source");
+    return 0;
 }
 
 /* all_reduce(memory, sources, targets, dtype, op, factor, call) */
 static PyObject *kernel_all_reduce(PyObject *module, PyObject *const *arguments, Size count) {
     Call call;
     if (needs(count, 7, "all_reduce") < 0 || begin_call(&call, module, arguments[0], arguments[6]) < 0) return NULL;
-    const long code = PyLong_AsLong(arguments[3]), op = PyLong_AsLong(arguments[4]);
-    call.factor = PyFloat_AsDouble(arguments[5]);
+    const long code = PyLong_AsLong(arguments[3]), op = PyErr_Occurred() ? -1 : PyLong_AsLong(arguments[4]);
+    call.factor = PyErr_Occurred() ? 1.0 : PyFloat_AsDouble(arguments[5]);
     Reduction reduction;
+    const bool in_place = arguments[1] == arguments[2];
     List sources = {0}, targets = {0};
     int result = FAILED;
-    if (PyErr_Occurred() || begin_reduction(&reduction, call.m, (int)code, (int)op) < 0) goto end;
-    if (take_list(&sources, arguments[1], arguments[1] == arguments[2]) < 0) goto end;
-    if (arguments[1] != arguments[2] && take_list(&targets, arguments[2], true) < 0) goto end;
-    const List *into = arguments[1] == arguments[2] ? &sources : &targets;
-    if (into->bytes != sources.bytes) {
-        PyErr_SetString(PyExc_ValueError, "sources and targets have different sizes");
+    if (PyErr_Occurred() || begin_reduction(&reduction, call.m, code, op, call.factor) < 0) goto end;
+    if (take_list(&sources, arguments[1], in_place) < 0) goto end;
+    if (!in_place && (take_list(&targets, arguments[2], true) < 0 || check_pairs(&sources, &targets) < 0)) goto end;
+    if (sources.bytes % DTYPES[code].item != 0) {
+        wrong("the arrays have another dtype");
         goto end;
     }
     leave_python(&call);
     if (sources.bytes <= call.m->slot_bytes)
-        result = all_reduce_small(&call, &reduction, &sources, into);
+        result = all_reduce_small(&call, &reduction, &sources, in_place ? &sources : &targets);
     else
-        result = all_reduce_large(&call, &reduction, &sources, into);
+        result = all_reduce_large(&call, &reduction, &sources, in_place ? &sources : &targets);
     enter_python(&call);
 end:
     release_list(&sources);
     release_list(&targets);
-    return result_of(module, result);
+    return end_call(&call, module, result);
+}
+
+/* Takes a source that is read, and a target that is written to. */
+static int take_pair(Py_buffer *source, Py_buffer *target, PyObject *const *arguments) {
+    if (PyObject_GetBuffer(arguments[0], source, PyBUF_SIMPLE) < 0) return FAILED;
+    return PyObject_GetBuffer(arguments[1], target, PyBUF_WRITABLE);
 }
 
 /* reduce_scatter(memory, source, target, bounds, dtype, op, call) */
 static PyObject *kernel_reduce_scatter(PyObject *module, PyObject *const *arguments, Size count) {
     Call call;
     if (needs(count, 7, "reduce_scatter") < 0 || begin_call(&call, module, arguments[0], arguments[6]) < 0) return NULL;
-    const long code = PyLong_AsLong(arguments[4]), op = PyLong_AsLong(arguments[5]);
+    const long code = PyLong_AsLong(arguments[4]), op = PyErr_Occurred() ? -1 : PyLong_AsLong(arguments[5]);
     Reduction reduction;
     Py_buffer source = {0}, target = {0};
     Size *bounds = NULL;
     int result = FAILED;
-    if (PyErr_Occurred() || begin_reduction(&reduction, call.m, (int)code, (int)op) < 0) goto end;
-    bounds = take_bounds(arguments[3], call.m->size, DTYPES[code].item);
-    if (bounds == NULL || PyObject_GetBuffer(arguments[1], &source, PyBUF_SIMPLE) < 0) goto end;
-    if (PyObject_GetBuffer(arguments[2], &target, PyBUF_WRITABLE) < 0) goto end;
+    if (PyErr_Occurred() || begin_reduction(&reduction, call.m, code, op, 1.0) < 0) goto end;
+    if (take_pair(&source, &target, arguments + 1) < 0) goto end;
+    bounds = take_bounds(arguments[3], call.m->size, DTYPES[code].item, source.len);
+    if (bounds == NULL) goto end;
+    if (target.len != part_of(bounds, call.m->rank)) {
+        wrong("the target has another size than this rank's part");
+        goto end;
+    }
     leave_python(&call);
     result = reduce_scatter_bytes(&call, &reduction, source.buf, target.buf, bounds);
     enter_python(&call);
@@ -903,7 +971,7 @@ end:
     PyBuffer_Release(&source);
     PyBuffer_Release(&target);
     PyMem_Free(bounds);
-    return result_of(module, result);
+    return end_call(&call, module, result);
 }
 
 /* broadcast(memory, flats, root, call) */
@@ -911,13 +979,16 @@ static PyObject *kernel_broadcast(PyObject *module, PyObject *const *arguments, 
     Call call;
     if (needs(count, 4, "broadcast") < 0 || begin_call(&call, module, arguments[0], arguments[3]) < 0) return NULL;
     const long root = PyLong_AsLong(arguments[2]);
-    List flats;
-    if (PyErr_Occurred() || take_list(&flats, arguments[1], root != call.m->rank) < 0) return NULL;
-    leave_python(&call);
-    const int result = broadcast_bytes(&call, &flats, (int)root);
-    enter_python(&call);
+    if (!PyErr_Occurred() && (root < 0 || root >= call.m->size)) wrong("no rank has the root's number");
+    List flats = {0};
+    int result = FAILED;
+    if (!PyErr_Occurred() && take_list(&flats, arguments[1], root != call.m->rank) == 0) {
+        leave_python(&call);
+        result = broadcast_bytes(&call, &flats, (int)root);
+        enter_python(&call);
+    }
     release_list(&flats);
-    return result_of(module, result);
+    return end_call(&call, module, result);
 }
 
 /* all_gather(memory, source, target, bounds, call) */
@@ -925,10 +996,15 @@ static PyObject *kernel_all_gather(PyObject *module, PyObject *const *arguments,
     Call call;
     if (needs(count, 5, "all_gather") < 0 || begin_call(&call, module, arguments[0], arguments[4]) < 0) return NULL;
     Py_buffer source = {0}, target = {0};
-    Size *bounds = take_bounds(arguments[3], call.m->size, 1);
+    Size *bounds = NULL;
     int result = FAILED;
-    if (bounds == NULL || PyObject_GetBuffer(arguments[1], &source, PyBUF_SIMPLE) < 0) goto end;
-    if (PyObject_GetBuffer(arguments[2], &target, PyBUF_WRITABLE) < 0) goto end;
+    if (take_pair(&source, &target, arguments + 1) < 0) goto end;
+    bounds = take_bounds(arguments[3], call.m->size, 1, target.len);
+    if (bounds == NULL) goto end;
+    if (source.len != part_of(bounds, call.m->rank)) {
+        wrong("the source has another size than this rank's part");
+        goto end;
+    }
     leave_python(&call);
     result = all_gather_bytes(&call, source.buf, target.buf, bounds);
     enter_python(&call);
@@ -936,20 +1012,29 @@ end:
     PyBuffer_Release(&source);
     PyBuffer_Release(&target);
     PyMem_Free(bounds);
-    return result_of(module, result);
+    return end_call(&call, module, result);
 }
 
 /* all_to_all(memory, source, target, send_bounds, receive_bounds, largest, call) */
 static PyObject *kernel_all_to_all(PyObject *module, PyObject *const *arguments, Size count) {
     Call call;
     if (needs(count, 7, "all_to_all") < 0 || begin_call(&call, module, arguments[0], arguments[6]) < 0) return NULL;
+    const int size = call.m->size, rank = call.m->rank;
     Py_buffer source = {0}, target = {0};
-    Size *sent = take_bounds(arguments[3], call.m->size, 1), *received = NULL;
-    const Size largest = PyLong_AsSsize_t(arguments[5]);
+    Size *sent = NULL, *received = NULL;
     int result = FAILED;
-    if (sent == NULL || (received = take_bounds(arguments[4], call.m->size, 1)) == NULL || PyErr_Occurred()) goto end;
-    if (PyObject_GetBuffer(arguments[1], &source, PyBUF_SIMPLE) < 0) goto end;
-    if (PyObject_GetBuffer(arguments[2], &target, PyBUF_WRITABLE) < 0) goto end;
+    const Size largest = PyLong_AsSsize_t(arguments[5]);
+    if (PyErr_Occurred() || take_pair(&source, &target, arguments + 1) < 0) goto end;
+    if ((sent = take_bounds(arguments[3], size, 1, source.len)) == NULL) goto end;
+    if ((received = take_bounds(arguments[4], size, 1, target.len)) == NULL) goto end;
+    if (part_of(sent, rank) != part_of(received, rank)) {
+        wrong("this rank sends itself another size than it receives");
+        goto end;
+    }
+    if (largest_part(sent, size) > largest || largest_part(received, size) > largest) {
+        wrong("a part is larger than the largest");
+        goto end;
+    }
     leave_python(&call);
     result = all_to_all_bytes(&call, source.buf, target.buf, sent, received, largest);
     enter_python(&call);
@@ -958,7 +1043,7 @@ end:
     PyBuffer_Release(&target);
     PyMem_Free(sent);
     PyMem_Free(received);
-    return result_of(module, result);
+    return end_call(&call, module, result);
 }
 
 /* Orders what Python code writes into the memory, and what it reads there; costs nothing on x86-64. */
@@ -969,46 +1054,62 @@ static PyObject *kernel_fence(PyObject *module, PyObject *nothing) {
     Py_RETURN_NONE;
 }
 
-/* -- The type Memory, and the module ------------------------------------------------------------------------------------ */
+/* -- The type Memory, and the module ------------------------------------------------------------------------------- */
 
 static int memory_init(Memory *m, PyObject *arguments, PyObject *names) {
     static char *const keys[] = {"mapping", "rank", "size", "part_bytes", "slots_begin", "slot_bytes", "spin_us", NULL};
     PyObject *mapping;
     double spin_us;
-    if (m->mapping.buf != NULL) {
+    if (m->size != 0) {
         PyErr_SetString(PyExc_TypeError, "a Memory is made once");
         return FAILED;
     }
     if (!PyArg_ParseTupleAndKeywords(arguments, names, "Oiinnnd", (char **)keys, &mapping, &m->rank, &m->size,
                                      &m->part_bytes, &m->slots_begin, &m->slot_bytes, &spin_us))
         return FAILED;
+    const Size part = m->part_bytes, begin = m->slots_begin, slot = m->slot_bytes, ranks = m->size;
+    if (!(spin_us >= 0.0 && spin_us <= 1e6)) return wrong("spin_us needs to be 0 to a second");
     m->spin_ns = (int64_t)(spin_us * 1e3);
-    if (PyObject_GetBuffer(mapping, &m->mapping, PyBUF_WRITABLE) < 0) return FAILED;
-    const Size needed = m->slots_begin + SLOTS * m->slot_bytes;
-    if (m->size < 1 || m->rank < 0 || m->rank >= m->size || m->slot_bytes < LINE_BYTES || needed > m->part_bytes ||
-        m->mapping.len < m->size * m->part_bytes) {
-        PyBuffer_Release(&m->mapping);
-        PyErr_SetString(PyExc_ValueError, "the mapping is too small for these ranks and slots");
-        return FAILED;
+    if (ranks < 1 || ranks > MAX_RANKS || m->rank < 0 || m->rank >= ranks) return wrong("there is no such rank");
+    if (part < 0 || begin < 2 * LINE_BYTES || slot < 0 || (part | begin | slot) % LINE_BYTES != 0)
+        return wrong("a part, its words and its slots need whole cache lines");
+    if (slot / (ranks > 1 ? ranks - 1 : 1) < LINE_BYTES) return wrong("a slot needs a cache line for each other rank");
+    Py_buffer taken;
+    if (PyObject_GetBuffer(mapping, &taken, PyBUF_WRITABLE) < 0) return FAILED;
+    if (begin > part || slot > (part - begin) / SLOTS || part > taken.len / ranks ||
+        (uintptr_t)taken.buf % LINE_BYTES != 0) {
+        PyBuffer_Release(&taken);
+        return wrong("the mapping is too small for these ranks and slots, or does not begin with a cache line");
     }
-    m->values = PyMem_Calloc((size_t)m->size, sizeof *m->values);
+    m->values = PyMem_Calloc((size_t)ranks, sizeof *m->values);
     if (m->values == NULL) {
-        PyBuffer_Release(&m->mapping);
+        PyBuffer_Release(&taken);
         PyErr_NoMemory();
         return FAILED;
     }
+    m->mapping = taken;
     return 0;
+}
+
+static void give_mapping_back(Memory *m) {
+    PyBuffer_Release(&m->mapping);
+    m->mapping.buf = NULL; /* no later call uses it */
 }
 
 static PyObject *memory_release(Memory *m, PyObject *nothing) {
     (void)nothing;
-    PyBuffer_Release(&m->mapping);
+    if (atomic_exchange(&m->is_busy, true)) {
+        PyErr_SetString(PyExc_BufferError, "a call is using this shared memory");
+        return NULL;
+    }
+    give_mapping_back(m);
+    atomic_store(&m->is_busy, false);
     Py_RETURN_NONE;
 }
 
 static void memory_dealloc(Memory *m) {
     PyTypeObject *type = Py_TYPE((PyObject *)m);
-    PyBuffer_Release(&m->mapping);
+    give_mapping_back(m);
     PyMem_Free(m->values);
     freefunc free = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free(m);
@@ -1060,6 +1161,9 @@ static int module_exec(PyObject *module) {
     State *state = PyModule_GetState(module);
     state->memory = (PyTypeObject *)PyType_FromModuleAndSpec(module, &memory_spec, NULL);
     if (state->memory == NULL || PyModule_AddType(module, state->memory) < 0) return FAILED;
+    state->digests_differ = Py_NewRef(PyExc_RuntimeError); /* until raise_as says what */
+    state->layouts_differ = Py_NewRef(PyExc_RuntimeError);
+    state->no_phases = Py_NewRef(Py_None);
     return PyModule_AddIntConstant(module, "LAYOUT_VERSION", LAYOUT_VERSION);
 }
 
@@ -1080,6 +1184,8 @@ static int module_clear(PyObject *module) {
     Py_CLEAR(state->no_phases);
     return 0;
 }
+
+static void module_free(void *module) { module_clear(module); }
 
 #define KERNEL(NAME, DOC) {#NAME, (PyCFunction)(void (*)(void))kernel_##NAME, METH_FASTCALL, DOC}
 static PyMethodDef module_functions[] = {
@@ -1109,7 +1215,7 @@ static struct PyModuleDef module_definition = {
     module_slots,
     module_traverse,
     module_clear,
-    NULL,
+    module_free,
 };
 
 PyMODINIT_FUNC PyInit__kernels(void) { return PyModuleDef_Init(&module_definition); }

@@ -3,7 +3,8 @@
 Each rank owns a part. The others read all of it, and write only into its slots. A part consists of
 
 - a cache line of words about this rank: its arrivals at the barrier, the digests that it brought, and its end;
-- a second line: a word that belongs to all ranks, in the part of rank 0; and what the C kernels keep there;
+- a second line: a word that belongs to all ranks, in the part of rank 0; how many ranks sleep until this one arrives,
+  which is for the C kernels; and the factors that it brought;
 - the text with the reason of an abort;
 - two cache lines for each rank: for the messages to it, and for those from it;
 - SLOTS slots, through which the collectives move arrays;
@@ -37,6 +38,8 @@ LINE_WORDS = LINE_BYTES // 8
 ARRIVED, DIGEST, LAYOUT, STATE, CULPRIT, ABORTED_AT = 0, 1, 3, 5, 6, 7
 #: The first word of the common line. It is not zero once any rank has aborted.
 ABORTED = LINE_WORDS
+#: The words of a rank's second line for its factors in even and odd rounds, as float64.
+FACTOR = LINE_WORDS + 2
 #: The words of the text with the reason of an abort.
 TEXT_BEGIN, TEXT_END = 2 * LINE_WORDS, 18 * LINE_WORDS
 _CHANNELS_BEGIN = TEXT_END

@@ -10,18 +10,19 @@ an error to end the wait, and returns after how many seconds it wants to be call
 from __future__ import annotations
 
 import os
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradsync.communicators.agreement import LayoutsDiffer
 from gradsync.communicators.backend import Bounds, largest_part
-from gradsync.communicators.shared_memory.memory import ABORTED, ARRIVED, DIGEST, LAYOUT, LINE_BYTES, Shared
-from gradsync.reduction import Array, ReduceOp, accumulation_dtype, part_dtype, reduction_of
+from gradsync.communicators.shared_memory.memory import ABORTED, ARRIVED, DIGEST, FACTOR, LAYOUT, LINE_BYTES, Shared
+from gradsync.reduction import Array, Reduce, ReduceOp, accumulation_dtype, divide_into, part_dtype, reduction_of
 
 Check = Callable[[], float]
 #: The elements [begin, end) of the array of this number in a list: (number, begin, end).
@@ -72,8 +73,8 @@ class DigestsDiffer(Exception):
     """The ranks brought different digests. All of them raise it."""
 
 
-def meet(shared: Shared, call: Call) -> None:
-    """Arrives at the next round, waits for all ranks, and compares what they brought.
+def meet(shared: Shared, call: Call, factor: float = 1.0) -> None:
+    """Arrives at the next round, waits for all ranks, and compares what they brought, but for the factors.
 
     Raises:
         DigestsDiffer, LayoutsDiffer: the ranks brought different digests, or only different layouts; on every rank.
@@ -82,6 +83,7 @@ def meet(shared: Shared, call: Call) -> None:
     line, odd = shared.lines[shared.rank], number & 1
     words[line + DIGEST + odd] = call.digest
     words[line + LAYOUT + odd] = call.layout
+    words[line + FACTOR + odd] = _bits_of(factor)
     words[line + ARRIVED] = number  # publishes everything that this rank wrote before
     arrivals = shared.arrivals
     for arrival in arrivals:
@@ -99,16 +101,24 @@ def meet(shared: Shared, call: Call) -> None:
             raise LayoutsDiffer
 
 
+@lru_cache(maxsize=64)
+def _bits_of(factor: float) -> int:
+    return int.from_bytes(struct.pack("<d", factor), "little")
+
+
+def _factors(shared: Shared) -> list[float]:
+    """Returns what the ranks brought to the last round."""
+    bits = [shared.words[line + FACTOR + (shared.rounds & 1)] for line in shared.lines]
+    return [struct.unpack("<d", each.to_bytes(8, "little"))[0] for each in bits]
+
+
 # -- Copies -----------------------------------------------------------------------------------------------------------
 
 
-def pack(sources: Sequence[Array], packed: Array, factor: float = 1.0) -> None:
-    """Copies 1-D arrays, one after the other, into one array of their total size, and multiplies it by the factor."""
+def pack(sources: Sequence[Array], packed: Array) -> None:
+    """Copies 1-D arrays, one after the other, into one array of their total size."""
     if sources:
         np.concatenate(sources, out=packed)
-        if factor != 1.0:
-            parts = packed.view(part_dtype(packed.dtype))  # NumPy's product of a real number and infinity + 1j has NaN
-            np.multiply(parts, factor, out=parts, dtype=accumulation_dtype(parts.dtype), casting="same_kind")
 
 
 def unpack(packed: Array, targets: Sequence[Array]) -> None:
@@ -141,7 +151,8 @@ def _cut(arrays: Sequence[Array], pieces: Sequence[Piece]) -> list[Array]:
 
 # -- Reductions -------------------------------------------------------------------------------------------------------
 # Values are reduced in the order of the ranks, by one rank or by all in the same way, so all get the same bits. Results
-# tell of NaN and infinity. NumPy must not raise them: an exception on some ranks only would stop the others.
+# tell of NaN and infinity. NumPy must not raise them: an exception on some ranks only would stop the others. Whoever
+# reduces multiplies by the factors, which come with the first round, and so products of half precision are not rounded.
 
 #: Up to this size every rank reduces the whole list after one round. Each rank reduces only its slice of a larger list,
 #: which takes more rounds.
@@ -153,23 +164,47 @@ def all_reduce(
 ) -> None:
     """Reduces each source, multiplied by this rank's factor, into the target of the same index; see Backend."""
     dtype, sizes = sources[0].dtype, tuple([source.size for source in sources])
-    reduce, total = reduction_of(op, dtype, shared.size), sum(sizes)
+    total = sum(sizes)
     with np.errstate(all="ignore"):
-        if total * dtype.itemsize > SMALL_BYTES:
+        if total * dtype.itemsize > min(SMALL_BYTES, shared.slot_bytes):
             chunks = chunks_of(sizes, dtype.itemsize, shared.slot_bytes, shared.rank, shared.size)
-            _reduce_chunks(shared, chunks, sources, targets, reduce, factor, call)
+            _reduce_chunks(shared, chunks, sources, targets, op, factor, call)
             return
         slots = [slot[:total] for slot in shared.slots(dtype)]
-        pack(sources, slots[shared.rank], factor)
+        pack(sources, slots[shared.rank])
         call.phase("packing")
-        meet(shared, call)
+        meet(shared, call, factor)
         call.phase("waiting")
         reduced = targets[0] if len(targets) == 1 else shared.scratch(dtype, total)
-        reduce(slots, reduced)
+        _reduction(shared, op, dtype)(slots, reduced)
         call.phase("reducing")
         if len(targets) > 1:
             unpack(reduced, targets)
             call.phase("splitting")
+
+
+def _reduction(shared: Shared, op: ReduceOp, dtype: np.dtype[Any]) -> Reduce:
+    """Returns the function that reduces the values of all ranks, multiplied by the factors of the last round."""
+    factors = _factors(shared)
+    if all(factor == 1.0 for factor in factors):
+        return reduction_of(op, dtype, shared.size)
+    return partial(_reduce_products, op, factors)
+
+
+def _reduce_products(op: ReduceOp, factors: Sequence[float], contributions: Sequence[Array], out: Array) -> None:
+    """Adds products. Those of complex numbers are of their parts: NumPy's with infinity have NaN."""
+    part = part_dtype(out.dtype)
+    wide = accumulation_dtype(part)
+    products = [
+        contribution.view(part).astype(wide) * wide.type(factor)
+        for contribution, factor in zip(contributions, factors, strict=True)
+    ]
+    total = products[0]
+    for product in products[1:]:
+        total += product
+    if op is ReduceOp.MEAN:
+        divide_into(total, len(factors), total)
+    out.view(part)[...] = total
 
 
 class Chunk(NamedTuple):
@@ -207,7 +242,7 @@ def _reduce_chunks(
     chunks: Sequence[Chunk],
     sources: Sequence[Array],
     targets: Sequence[Array],
-    reduce: Callable[[Sequence[Array], Array], None],
+    op: ReduceOp,
     factor: float,
     call: Call,
 ) -> None:
@@ -228,8 +263,8 @@ def _reduce_chunks(
         if k < len(chunks):
             chunk, slots[k] = chunks[k], shared.slots(dtype)
             own = slots[k][rank]
-            pack(_cut(sources, chunk.before), own[: chunk.low], factor)
-            pack(_cut(sources, chunk.after), own[chunk.high : chunk.size], factor)
+            pack(_cut(sources, chunk.before), own[: chunk.low])
+            pack(_cut(sources, chunk.after), own[chunk.high : chunk.size])
             call.phase("packing")
         if 1 <= k <= len(chunks):
             chunk = chunks[k - 1]
@@ -237,18 +272,20 @@ def _reduce_chunks(
             # The result goes into the slot of rank 0 or 1. In rank order, their values are read before it is written.
             result, others = parts[first], [part for other, part in enumerate(parts) if other not in (rank, first)]
             mine = _cut(sources, chunk.own)
-            if len(mine) != 1 or factor != 1.0:
+            if len(mine) != 1:
                 packed = shared.scratch(dtype, result.size)
-                pack(mine, packed, factor)
+                pack(mine, packed)
                 mine = [packed]
             parts[rank] = mine[0]
+            if k == 1:  # the first round has brought the factors
+                reduce = _reduction(shared, op, dtype)
             reduce(parts, result)
             for other in others:
                 other[...] = result
             unpack(result, _cut(targets, chunk.own))
             call.phase("reducing")
         if k <= len(chunks):
-            meet(shared, call)
+            meet(shared, call, factor)
             call.phase("waiting")
 
 
