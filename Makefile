@@ -10,6 +10,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 OUT ?= build/gpu
 COMMA := ,
+# Whatever these change, pip has to install anew: an editable install follows Python code only.
+INSTALLED := pyproject.toml setup.py src/gradsync/communicators/shared_memory/_kernels.c
 # CuPy has to fit the machine's driver, so the GPU targets take the Python that has it already, from source; where
 # $(PYTHON) has none they run in .venv. Without make, and with nothing to install:
 #   PYTHONPATH=src python3 benchmarks/gpu_first_light.py OUT
@@ -20,7 +22,7 @@ if $(PYTHON) -c 'import cupy, msgpack, click, rich, cloudpickle, $(2)' 2>/dev/nu
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo test test-mpi test-cupy test-slow test-simulation lint docs test-pythons test-gpu \
+.PHONY: help demo test test-plain test-mpi test-cupy test-slow test-simulation lint docs wheel test-pythons test-gpu \
 	first-light bench figures bench-gpu clean
 help:            ## list the targets, and how long each takes on two cores
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -31,12 +33,12 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 
 # A stamp for each set of tools, so that no target waits for what another needs.
-$(VENV)/.demo: pyproject.toml | $(BIN)/python
+$(VENV)/.demo: $(INSTALLED) | $(BIN)/python
 	@echo "Installing gradsync and scikit-learn into $(VENV) (once, about 20 s) ..."
 	$(BIN)/python -m pip install --quiet -e . scikit-learn
 	@touch $@
 
-$(VENV)/.test: pyproject.toml | $(BIN)/python
+$(VENV)/.test: $(INSTALLED) | $(BIN)/python
 	@echo "Installing gradsync and its test tools into $(VENV) (once, about 30 s) ..."
 	$(BIN)/python -m pip install --quiet -e . --group test
 	@touch $@ $(VENV)/.demo
@@ -46,17 +48,22 @@ $(VENV)/.lint: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e . --group dev
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml | $(BIN)/python
+$(VENV)/.dev: $(INSTALLED) | $(BIN)/python
 	@echo "Installing gradsync and what its benchmarks need into $(VENV) (once) ..."
 	$(BIN)/python -m pip install --quiet -e . --group test --group bench --group dev
 	@touch $@ $(VENV)/.demo $(VENV)/.test $(VENV)/.lint
+
+$(VENV)/.wheel: pyproject.toml | $(BIN)/python
+	@echo "Installing what builds wheels into $(VENV) (once, about 20 s) ..."
+	$(BIN)/python -m pip install --quiet --group wheel
+	@touch $@
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/python
 	@echo "Installing gradsync and MkDocs into $(VENV) (once, about 20 s) ..."
 	$(BIN)/python -m pip install --quiet -e . --group docs
 	@touch $@
 
-$(CUPY)/.cupy: pyproject.toml
+$(CUPY)/.cupy: $(INSTALLED)
 	@echo "Installing the real CuPy, NCCL and NVRTC into $(CUPY) (once, 600 MB to download) ..."
 	$(PYTHON) -m venv $(CUPY)
 	$(CUPY)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
@@ -68,6 +75,10 @@ demo: $(VENV)/.demo  ## train a digit classifier on two ranks (10 s, after a min
 
 test: $(VENV)/.test  ## run the tests (3 minutes)
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-plain: $(VENV)/.test  ## run what shared memory does once more, in plain NumPy in place of C (1 minute)
+	GRADSYNC_PLAIN_KERNELS=1 $(BIN)/python -m pytest tests/contract tests/backends/test_shared_memory.py \
+		tests/backends/test_kernels.py -k "shm or kernels" -n auto --dist worksteal
 
 test-cupy: $(CUPY)/.cupy  ## run the tests of the real CuPy over host memory (2 minutes, after a minute to install)
 	$(CUPY)/bin/python -m pytest tests/real_cupy -m cupy -n 2 --dist loadgroup
@@ -81,10 +92,25 @@ test-slow: $(VENV)/.test  ## run the tests that take long: faults of real proces
 test-simulation: $(VENV)/.test  ## play 1,000 seeds of server and clients on a virtual network (30 s); SEEDS=20000: more
 	$(BIN)/python -m pytest tests/simulation -n auto --dist worksteal --seeds $(or $(SEEDS),1000)
 
-lint: $(VENV)/.lint  ## run ruff and mypy (1 minute)
+lint: $(VENV)/.lint  ## run ruff and mypy, and the C compiler with warnings as errors, where there is one (1 minute)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@if [ -n "$$REQUIRE_KERNELS" ] || command -v $(CC) >/dev/null; then \
+		echo "setup.py build_ext, with warnings as errors"; \
+		CFLAGS="$$CFLAGS -Wall -Wextra -Werror" REQUIRE_KERNELS=1 $(BIN)/python setup.py --quiet build_ext \
+			--force --build-temp build/lint --build-lib build/lint; \
+	else echo "no C compiler here: _kernels.c was not checked"; fi
+
+# In containers cibuildwheel builds for each Python and processor of its table in pyproject.toml. Without Docker one wheel
+# is built here, for this machine's processor and, because of the stable ABI, for all Pythons from 3.11 on.
+wheel: $(VENV)/.wheel  ## build wheels that need no compiler, into dist (without Docker one of them, 1 minute)
+	@if docker version >/dev/null 2>&1; then $(BIN)/python -m cibuildwheel --platform linux --output-dir dist; else \
+		set -e; export REQUIRE_KERNELS=1 PATH="$(CURDIR)/$(BIN):$$PATH"; \
+		echo "Docker does not answer, so one wheel is built, for this processor"; \
+		rm -rf build/wheel; python -m build --wheel --outdir build/wheel; \
+		for wheel in build/wheel/*-abi3-*.whl; do if [ -e "$$wheel" ]; then abi3audit --strict --summary "$$wheel"; fi; done; \
+		auditwheel repair --strip --wheel-dir dist build/wheel/*.whl; fi
 
 # Any warning is an error: of links, anchors, pages without a place, and docstrings.
 docs: $(VENV)/.docs  ## build the documentation as a site, build/site/index.html (30 s)
