@@ -23,7 +23,7 @@ else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
 .PHONY: help demo test test-plain test-mpi test-cupy test-slow test-simulation lint docs wheel test-pythons test-gpu \
-	first-light bench figures bench-gpu clean
+	first-light bench figures bench-gpu sanitize clean
 help:            ## list the targets, and how long each takes on two cores
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
@@ -142,6 +142,19 @@ figures: $(VENV)/.dev  ## the same, into benchmarks/results, the tables of the p
 bench-gpu:       ## time packing and a step on a GPU, with your CuPy and pytest-benchmark; JSON into OUT=build/gpu
 	@mkdir -p $(OUT)
 	@$(call with_cupy,-m pytest benchmarks/test_gpu.py -m gpu -W default --benchmark-json=$(OUT)/gpu_benchmarks.json,pytest$(COMMA) pytest_timeout$(COMMA) pytest_benchmark)
+
+# A shared library, because only Python has the functions of Python's that the kernels name.
+sanitize: $(VENV)/.test  ## run the kernels in C under the sanitizers of gcc, with ranks as threads (1 minute)
+	@mkdir -p build
+	@for kind in address,undefined thread; do \
+		name=$${kind%%,*}; echo "$$kind"; \
+		gcc -shared -fPIC -std=gnu11 -g -O2 -fsanitize=$$kind -fno-sanitize-recover=all -fno-strict-aliasing -pthread \
+			-I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') -DPy_LIMITED_API=0x030B0000 \
+			tests/backends/kernels_sanitised.c -o build/sanitised-$$name.so && \
+		LD_PRELOAD="$$(gcc -print-file-name=lib$$(echo $$name | head -c 1)san.so) $$(gcc -print-file-name=libubsan.so)" \
+			ASAN_OPTIONS=detect_leaks=0 setarch -R $(BIN)/python -c \
+			"import ctypes; raise SystemExit(ctypes.CDLL('build/sanitised-$$name.so').main())" || exit 1; \
+	done
 
 clean:           ## remove .venv, caches and builds (2 s)
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

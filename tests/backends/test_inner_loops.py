@@ -567,7 +567,7 @@ GOOD_MEMORY = {"rank": 0, "size": 2, "part_bytes": 32768, "slots_begin": 4096, "
     "wrong",
     [
         *({"rank": -1}, {"rank": 2}, {"size": 0}, {"size": -1}, {"size": 3}, {"size": 2**31 - 1}, {"size": 2**40}),
-        *({"part_bytes": 0}, {"part_bytes": -64}, {"part_bytes": 2**62}, {"part_bytes": 24576}, {"part_bytes": 32769}),
+        *({"part_bytes": 0}, {"part_bytes": -64}, {"part_bytes": 2**62}, {"part_bytes": 20416}, {"part_bytes": 32769}),
         *({"slots_begin": 0}, {"slots_begin": -64}, {"slots_begin": 2**62}, {"slots_begin": 4100}),
         *({"slots_begin": 2**63 - 64}, {"slot_bytes": 0}, {"slot_bytes": -64}, {"slot_bytes": 2**62}),
         *({"slot_bytes": 100}, {"slot_bytes": 16384}, {"size": 500, "part_bytes": 8192, "slot_bytes": 64}),

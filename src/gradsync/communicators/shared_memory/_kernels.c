@@ -25,14 +25,14 @@
 #include <time.h>
 #include <unistd.h>
 
-#define LAYOUT_VERSION 1
+#define LAYOUT_VERSION 2
 
 typedef _Atomic uint64_t Word;
 typedef Py_ssize_t Size;
 
 /* -- The memory ---------------------------------------------------------------------------------------------------- */
 
-enum { LINE_BYTES = 64, SLOTS = 3, MAX_RANKS = 1 << 16 };
+enum { LINE_BYTES = 64, SLOTS = 2, MAX_RANKS = 1 << 16 };
 /* The words of a rank's line; those of its second line, of which ABORTED belongs to all, in the part of rank 0. */
 enum { ARRIVED = 0, DIGEST = 1, LAYOUT = 3, ABORTED = 8, SLEEPERS = 9, FACTOR = 10 };
 /* The results of a meeting. FAILED: a Python error is set. */

@@ -46,8 +46,8 @@ _CHANNELS_BEGIN = TEXT_END
 
 _SPIN_US, _SPIN_BRIEFLY_US = 50.0, 2.0
 
-#: A round writes one slot while others may still read that of the round before, or the results of a chunk in a third.
-SLOTS = 3
+#: A round writes one slot while others may still read that of the round before.
+SLOTS = 2
 _LEAST_RING_BYTES = 16 * 1024
 
 

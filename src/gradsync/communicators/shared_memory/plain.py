@@ -246,10 +246,10 @@ def _reduce_chunks(
     factor: float,
     call: Call,
 ) -> None:
-    """All-reduces a large list. Between two rounds each rank works on three chunks, in three slots:
+    """All-reduces a large list. Between two rounds each rank works on three chunks, in two slots:
 
     - it copies the results of the others from its own slot of chunk k - 2 to the targets;
-    - it copies to its own slot what the others will reduce of chunk k;
+    - it copies to the same slot what the others will reduce of chunk k;
     - it reduces its slice of chunk k - 1, and writes the result into the slots of all others.
     """
     dtype, rank, slots = sources[0].dtype, shared.rank, dict[int, list[Array]]()
