@@ -22,7 +22,7 @@ import systems
 import tables
 from compare import CLOCK, Compare, Row
 from gradsync.machine import usable_cores
-from teams import Launched, Teams, follow
+from teams import Launched, Teams, follow, kernels
 
 TEAMS = pytest.StashKey[Teams]()
 ROWS = pytest.StashKey[dict[str, Row]]()
@@ -147,6 +147,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [
         f"benchmarks of gradsync {gs.__version__}: {ranks} ranks on {machine()}",
         f"load average {LOAD:.1f}: this machine is {state}",
+        f"kernels of shared memory: in {kernels()}",
     ]
 
 
@@ -169,6 +170,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             if {"gradsync", commit} <= set(row.seconds):
                 ratio, low, high = row.ratio("gradsync", commit)
                 write(f"{row.name}: this / {commit} = {ratio:.3f} (95 %: {low:.3f} to {high:.3f})")
+    ran = config.stash[TEAMS].kernels or {"gradsync": kernels()}
+    write(f"kernels of shared memory: {', '.join(f'{name} in {kind}' for name, kind in ran.items())}")
     absent = {reason for row in rows for reason in row.absent.values()}
     for line in [*sorted(absent), *[row.closing(row.all_seconds()) for row in rows if row.closing]]:
         write("")
@@ -178,6 +181,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
     machine_info.clear()
     machine_info["machine"] = machine()
+    machine_info["kernels"] = kernels()
 
 
 def pytest_benchmark_update_json(output_json: dict[str, Any]) -> None:

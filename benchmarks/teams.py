@@ -42,6 +42,15 @@ class RanksFailed(Exception):
     """A rank of a team failed, or did not answer; with its traceback. The team is gone."""
 
 
+def kernels() -> str:
+    """Returns which kernels of shared memory run in this process: those in "C" or in "NumPy"."""
+    try:
+        from gradsync.communicators.shared_memory.compiled import RUNNING
+    except ModuleNotFoundError:  # a commit of --against from before there were any in C
+        return "NumPy"
+    return RUNNING.kind
+
+
 # -- On each rank -----------------------------------------------------------------------------------------------------
 
 
@@ -105,7 +114,7 @@ def main(address: str, source: str) -> None:
     with systems.comm() as comm, socket.socket(socket.AF_UNIX) as stream:
         stream.connect(address)
         rank, connection = Rank(comm), Connection(stream.detach())
-        connection.send((comm.rank, comm.backend))
+        connection.send((comm.rank, comm.backend, kernels()))
         with suppress(EOFError):  # pytest has ended, or wants this rank no more
             while True:
                 connection.send(rank.answer(connection.recv_bytes()))
@@ -194,7 +203,7 @@ class Team:
                 stream.setblocking(True)
                 connection = Connection(stream.detach())
                 self._connections.append(connection)
-                rank, self.backend = connection.recv()
+                rank, self.backend, self.kernels = connection.recv()
                 by_rank[rank] = connection
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RanksFailed(f"{len(by_rank)} of {ranks} ranks have started")
@@ -270,14 +279,18 @@ class Teams:
         self._launched, self._here = launched, Rank()
         self._teams: dict[Any, Team] = {}
         self._failed: str | None = None
+        self.kernels: dict[str, str] = {}  # which ones the ranks of a contender ran
         self.hurry = False  # after Ctrl-C
         # The paths to gradsync have the same length: they shift the memory of a process.
         self._folder = tempfile.TemporaryDirectory(prefix="against-")
         self._sources = {commit: Path(self._folder.name, commit) for commit in commits}
         for commit, folder in self._sources.items():
             archive = f"{folder}.tar"
-            subprocess.run(["git", "-C", str(ROOT), "archive", "--output", archive, commit, "src"], check=True)
+            subprocess.run(["git", "-C", str(ROOT), "archive", "--output", archive, commit], check=True)
             shutil.unpack_archive(archive, folder, filter="data")
+            if (folder / "setup.py").exists():  # its kernels in C
+                build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+                subprocess.run(build, cwd=folder, check=True)
         self._checkout = Path(self._folder.name, "checkout") if commits else ROOT
         if commits:
             shutil.copytree(ROOT / "src", self._checkout / "src")
@@ -308,6 +321,8 @@ class Teams:
                         f"gradsync at {contender} does not start here: {str(error).splitlines()[-1]}"
                     ) from None
                 raise
+        if system == "gradsync":
+            self.kernels[contender] = self._teams[key].kernels
         return self._teams[key]
 
     def end(self) -> None:

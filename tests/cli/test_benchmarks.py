@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from gradsync.communicators.shared_memory.compiled import RUNNING
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [path.name for path in sorted((ROOT / "benchmarks").glob("test_*.py")) if path.name != "test_gpu.py"]
 
@@ -41,6 +43,8 @@ def test_the_output_says_which_threshold_to_take(pytest_of, tmp_path):
     done = pytest_of(of("test_thresholds.py"), "--shapes", shapes, "--benchmark-json", out)
     assert done.code == 0, done.out + done.err
     assert "side by side" in done.out
+    assert f"kernels of shared memory: gradsync in {RUNNING.kind}" in done.out
+    assert json.loads(out.read_text())["machine_info"]["kernels"] == RUNNING.kind
     [advice] = [line for line in done.out.splitlines() if line.startswith("shapes.json: ")]
     assert "MB" in advice
     found = json.loads(out.read_text())["benchmarks"]
