@@ -171,7 +171,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
                 ratio, low, high = row.ratio("gradsync", commit)
                 write(f"{row.name}: this / {commit} = {ratio:.3f} (95 %: {low:.3f} to {high:.3f})")
     ran = config.stash[TEAMS].kernels or {"gradsync": kernels()}
-    write(f"kernels of shared memory: {', '.join(f'{name} in {kind}' for name, kind in ran.items())}")
+    each = [f"{name} in {kind}" for name, kind in ran.items()] if len(set(ran.values())) > 1 else []
+    write(f"kernels of shared memory: {', '.join(each) or f'in {min(ran.values())}'}")
     absent = {reason for row in rows for reason in row.absent.values()}
     for line in [*sorted(absent), *[row.closing(row.all_seconds()) for row in rows if row.closing]]:
         write("")
