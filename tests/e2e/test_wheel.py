@@ -43,10 +43,17 @@ def variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "GRADSYNC"))}
 
 
+NO_COMPILER = {"CC": "/nonexistent", "REQUIRE_KERNELS": "0"}
+KERNELS = re.compile(r"gradsync/communicators/shared_memory/_kernels\..*\.so")
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """An sdist from a copy of the repository, and a wheel from that sdist."""
-    folder = tmp_path_factory.mktemp("built")
+    return build(tmp_path_factory.mktemp("built"), {})
+
+
+def build(folder: Path, more_variables: dict[str, str]) -> tuple[Path, Path]:
     for path in files_of_the_repository():
         (folder / "source" / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, folder / "source" / path)
@@ -59,7 +66,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         str(folder / "dist"),
         str(folder / "source"),
     ]
-    done = subprocess.run(command, env=variables(), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=variables() | more_variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     [sdist], [wheel] = (folder / "dist").glob("*.tar.gz"), (folder / "dist").glob("*.whl")
     return sdist, wheel
@@ -77,11 +84,14 @@ def needed_by(package: Distribution, known: frozenset[str] = frozenset()) -> Ite
 
 @pytest.fixture(scope="module")
 def empty(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return environment_with(built[1], tmp_path_factory.mktemp("environment") / "empty")
+
+
+def environment_with(wheel: Path, folder: Path) -> Path:
     """The programs of an environment with the wheel, and links to what that needs, as this environment has it."""
-    folder = tmp_path_factory.mktemp("environment") / "empty"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "--disable-pip-version-check"]
-    install = [*pip, "install", "--quiet", "--no-index", "--no-deps", str(built[1])]
+    install = [*pip, "install", "--quiet", "--no-index", "--no-deps", str(wheel)]
     subprocess.run(install, env=variables(), check=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     [metadata] = packages.glob("gradsync-*.dist-info")
@@ -97,8 +107,8 @@ def run(cli, empty, tmp_path):
     """run(program, *arguments) runs a program of the empty environment; gives its exit code and its output."""
     hidden = dict.fromkeys(set(os.environ) - variables().keys())
 
-    def run(program, *arguments):
-        done = cli.program(empty / program, *arguments, cwd=tmp_path, typed="", environment=hidden)
+    def run(program, *arguments, folder=empty):
+        done = cli.program(folder / program, *arguments, cwd=tmp_path, typed="", environment=hidden)
         return done.code, done.out + done.err
 
     return run
@@ -117,7 +127,8 @@ def test_the_wheel_has_the_library_and_nothing_else(built):
         [metadata] = [wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
         assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel.namelist())
     library = {path.removeprefix("src/") for path in files_of_the_repository() if path.startswith("src/gradsync/")}
-    assert inside == library
+    compiled = {name for name in inside if KERNELS.fullmatch(name)}
+    assert inside - compiled == {name for name in library if not name.endswith(".c")}
     assert {"gradsync/py.typed", "gradsync/__init__.pyi"} <= inside
     assert f"\nVersion: {gs.__version__}\n" in metadata
     assert "\nRequires-Python: >=3.11\n" in metadata
@@ -130,6 +141,36 @@ def test_two_ranks_train_in_an_empty_environment(run, tmp_path):
     shutil.copy(ROOT / "examples" / "own_loop.py", tmp_path)
     expected = (0, "[rank 0] 2 ranks over shm: weights [1. 2. 3.], bias [4.]\n")
     assert run("gradsync", "run", "-n", "2", "own_loop.py") == expected
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+def test_one_wheel_for_all_pythons_has_the_kernels_in_c(built, run):
+    with zipfile.ZipFile(built[1]) as wheel:
+        [kernels] = [name for name in wheel.namelist() if KERNELS.fullmatch(name)]
+    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        assert "-cp311-abi3-linux_" in built[1].name
+        assert kernels.endswith("_kernels.abi3.so")
+    code, shown = run(
+        "python", "-c", "from gradsync.communicators.shared_memory import compiled; print(compiled.RUNNING)"
+    )
+    assert (code, shown.partition(" with")[0]) == (0, "those in C")
+
+
+def test_without_a_compiler_it_is_installed_all_the_same(run, tmp_path):
+    _, wheel = build(tmp_path / "built", NO_COMPILER)
+    with zipfile.ZipFile(wheel) as inside:
+        assert not any(map(KERNELS.fullmatch, inside.namelist()))
+    folder = environment_with(wheel, tmp_path / "environment")
+    shutil.copy(ROOT / "examples" / "own_loop.py", tmp_path)
+    code, shown = run("gradsync", "run", "-n", "2", "own_loop.py", folder=folder)
+    assert code == 0
+    assert "[rank 0] 2 ranks over shm: weights [1. 2. 3.], bias [4.]" in shown
+    assert "the kernels in C were not built: install a C compiler" in shown
+
+
+def test_who_requires_the_kernels_gets_no_wheel_without_them(tmp_path):
+    with pytest.raises(AssertionError, match="nonexistent"):
+        build(tmp_path / "built", {"CC": "/nonexistent", "REQUIRE_KERNELS": "1"})
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def _load() -> tuple[Any, Kernels]:
         found = import_module(_NAME)
     except ModuleNotFoundError:
         return None, plain._replace(why_plain="the kernels in C were not built", remedy=_BUILD)
-    except ImportError as error:
+    except (ImportError, SystemError) as error:  # the latter: a free-threaded Python, and a file for the others
         return None, plain._replace(why_plain=f"the kernels in C cannot be loaded ({error})", remedy=_BUILD)
     version = getattr(found, "LAYOUT_VERSION", None)
     if version != LAYOUT_VERSION:
