@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from gradsync.communicators.backend import Backend, Message
@@ -92,10 +93,11 @@ class Messages:
     def end(self, error: BaseException) -> None:
         """Fails the messages that are not over, because the communicator has ended."""
         self.unstarted = []
-        while self._begun:  # one by one: where Ctrl-C comes in a done-callback, the next call goes on
-            message = self._begun.pop(0)
-            if not message.is_over:
-                message.end(error)
+        with suppress(IndexError):  # two threads may end them; and where Ctrl-C stops one, the next call goes on
+            while True:
+                message = self._begun.pop(0)
+                if not message.is_over:
+                    message.end(error)
 
     def disown(self, error: BaseException) -> None:
         """Fails them in a forked child, which they do not concern; calls no callbacks."""
