@@ -231,6 +231,41 @@ def test_a_request_of_objects_that_fails_raises_mpi_error(cli, script, tmp_path)
     assert found == ["rank 0 got MpiError", "rank 1 got MpiError"], done
 
 
+def test_memory_that_mpi_may_still_write_outlives_a_group_that_failed(cli, script, tmp_path):
+    """What MPI gets is seen below gradsync."""
+    path = script("""
+        import contextlib, gc, os, pathlib, sys, time, weakref
+        import numpy as np
+        import gradsync as gs
+
+        class Spy:
+            def __init__(self, comm):
+                self._comm = comm
+            def __getattr__(self, name):
+                return getattr(self._comm, name)
+            def Iallreduce(self, sent, received, op):
+                written.append(weakref.ref(received))
+                return self._comm.Iallreduce(sent, received, op)
+
+        world = gs.init_process_group("mpi", collective_timeout_seconds=1)
+        folder, written = pathlib.Path(sys.argv[1]), []
+        group = world.new_group([0, 1])
+        if world.rank == 0:
+            backend = group._backend
+            backend._comm = backend._requests.comm = Spy(backend._comm)
+            with contextlib.suppress(gs.CollectiveTimeout):
+                group.all_reduce(np.ones(3))
+            del group, backend
+            gc.collect()
+            (folder / f"kept {[array() is not None for array in written]}").touch()
+        while not list(folder.glob("kept *")):
+            time.sleep(0.01)
+        os._exit(0)
+    """)
+    done = cli.program(MPIEXEC, "-n", 2, sys.executable, path, tmp_path)
+    assert [file.name for file in tmp_path.glob("kept *")] == ["kept [True]"], done
+
+
 def test_the_readme_runs_under_mpiexec_as_it_is(cli):
     """Ranks of one machine share memory, whoever has started them."""
     done = cli.program(MPIEXEC, "-n", 2, sys.executable, EXAMPLES / "own_loop.py")

@@ -119,7 +119,6 @@ class MpiBackend(Backend):
         self._mpi = mpi
         self._comm = comm
         self._requests = Requests(mpi, comm, client, self.recorder, timeout_seconds)
-        self._call, self._of_all = np.zeros((2, 4), np.uint64)  # see _agree
 
     # -- Reductions --------------------------------------------------------------------------------------------
 
@@ -272,9 +271,9 @@ class MpiBackend(Backend):
         if self.world_size == 1:
             return
         digest, layout = agreement.digest, agreement.layout
-        self._call[:] = digest, digest ^ _ALL_BITS, layout, layout ^ _ALL_BITS
-        requests.finish([self._comm.Iallreduce(self._call, self._of_all, self._mpi.MAX)])
-        largest, smallest, largest_layout, smallest_layout = self._of_all.tolist()
+        requests.call[:] = digest, digest ^ _ALL_BITS, layout, layout ^ _ALL_BITS
+        requests.finish([self._comm.Iallreduce(requests.call, requests.of_all, self._mpi.MAX)])
+        largest, smallest, largest_layout, smallest_layout = requests.of_all.tolist()
         if largest != smallest ^ _ALL_BITS:
             raise exchange_mismatch(self.client, self.recorder.group, requests.begun, self.label, agreement, self.ranks)
         if largest_layout != smallest_layout ^ _ALL_BITS:
