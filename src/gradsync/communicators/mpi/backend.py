@@ -138,7 +138,7 @@ class MpiBackend(Backend):
             sizes = tuple([source.size for source in sources])
             self._requests.run(
                 self._all_reduce([(sources[array][part], targets[array][part]) for array, part in batch], op, factor)
-                for batch in _batches(sizes, accumulation_dtype(dtype).itemsize, _is_converted(op, dtype))
+                for batch in _batches(sizes, _wide(op, dtype).itemsize, _is_converted(op, dtype))
             )
             end_phase("reducing")
 
@@ -157,7 +157,7 @@ class MpiBackend(Backend):
 
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
         """See Backend."""
-        step = max(1, _ROOM_BYTES // accumulation_dtype(source.dtype).itemsize // self.world_size)
+        step = max(1, _ROOM_BYTES // _wide(op, source.dtype).itemsize // self.world_size)
         with self._requests.using(source, target), np.errstate(all="ignore"):
             self._agree(agreement)
             self._requests.run(
@@ -184,7 +184,7 @@ class MpiBackend(Backend):
     def _packed(self, sources: Sequence[Array], op: ReduceOp, factor: float = 1.0, more: int = 0) -> Array:
         """Copies arrays into a room, as MPI reduces them; the room has some more elements at its end."""
         size = sum([source.size for source in sources])
-        room = self._requests.room(size + more, accumulation_dtype(sources[0].dtype))
+        room = self._requests.room(size + more, _wide(op, sources[0].dtype))
         packed = np.concatenate(sources, out=room[:size], casting="same_kind")
         if factor != 1.0:
             np.multiply(packed, factor, out=packed)
@@ -333,13 +333,21 @@ class MpiBackend(Backend):
         del self._requests  # frees its rooms
 
 
+@lru_cache(maxsize=256)
+def _wide(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns the dtype in which MPI reduces. Sums of short integers saturate in Open MPI; elsewhere they wrap."""
+    if dtype.kind in "iu" and dtype.itemsize < 4 and op in (ReduceOp.SUM, ReduceOp.PROD):
+        return np.dtype(f"{dtype.kind}4")
+    return accumulation_dtype(dtype)
+
+
 def _is_converted(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
-    """Whether MPI reduces other values: it adds halves in float32, and compares floats as integers."""
-    return accumulation_dtype(dtype) != dtype or _is_ordered(op, dtype)
+    """Whether MPI reduces other values than those of the arrays."""
+    return _wide(op, dtype) != dtype or _is_ordered(op, dtype)
 
 
 def _is_ordered(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
-    """Whether floats are compared. MPI does not say what its minimum and maximum of NaN are."""
+    """Whether floats are compared, as integers: MPI does not say what its minimum and maximum of NaN are."""
     return dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX)
 
 
