@@ -241,3 +241,22 @@ def test_who_waits_at_close_hears_of_a_second_close_at_once(made):
     comm.close()
     wait_until(lambda: comm.closed)
     assert backend.ends == ["closed", "released"]
+
+
+def test_a_done_callback_may_close_its_communicator(made):
+    """It cannot wait for messages there; nothing is logged, as nothing has failed."""
+    comm, backend = made
+    futures = [pending(comm) for _ in range(2)]
+    futures[0].add_done_callback(lambda _: comm.close())
+
+    def move(messages):
+        for message in messages[::2]:  # both ends of the first
+            message.end()
+
+    backend.moves = move
+    with Heard() as lines:
+        futures[0].result()
+    assert lines == []
+    assert backend.ends == ["closed", "released"]
+    with pytest.raises(gs.CommunicatorClosed):
+        futures[1].result()

@@ -246,10 +246,5 @@ def test_a_done_callback_may_call_no_collective(comm):
         error = outcomes.get(timeout=60)
         assert isinstance(error, gs.InvalidArgument)
         assert "test_asynchronous.py" in str(error)  # the line of the call
-        for _ in range(2):  # the next call of this rank may raise it again, where the program hears it
-            try:
-                future.result()
-            except gs.InvalidArgument:
-                continue
         assert (arrays.get(future.result()) == comm.world_size).all()
         comm.barrier()

@@ -308,9 +308,11 @@ class Asynchronous(Collectives):
 
     On the CPU a collective runs within the call, and the future is done. Messages (send, recv, exchange) do not: they
     are pending until this rank waits. Every blocking call on the communicator starts all pending messages, and moves
-    them on while it waits, so that programs of sends and receives in any legal order end. On a GPU the call launches
-    the collective; if no stream is given, on the communicator's own stream, after the work that is queued on the
-    current stream. result() makes the current stream wait for it.
+    them on while it waits, so that programs of sends and receives in any legal order end. A call on another
+    communicator, also on a group of this one, does not.
+
+    On a GPU the call launches the collective; if no stream is given, on the communicator's own stream, after the work
+    that is queued on the current stream. result() makes the current stream wait for it.
 
     A done-callback must not call collectives: such a call raises InvalidArgument there.
     """

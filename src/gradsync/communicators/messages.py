@@ -84,6 +84,8 @@ class Messages:
         if left and self._lifetime.ended_because is None:
             try:
                 self.wait(left)
+            except InvalidArgument:
+                pass  # another thread uses the communicator, or a done-callback closes it
             except GradsyncError as error:
                 _log.warning("%s", describe(error))
 
