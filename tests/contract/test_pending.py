@@ -462,7 +462,7 @@ def test_a_message_that_does_not_fit_ends_in_a_collective_too(comm):
     assert sum("PlanMismatch" in line for line in lines) == 2
 
 
-@pytest.mark.ranks(on={"shm": (2, 3), "pipes": (2,)}, **SHORT)
+@pytest.mark.ranks(on={"shm": (2, 3), "pipes": (2,), "fake": (2,)}, **SHORT)
 def test_a_message_against_a_collective_ends_at_the_deadline(comm):
     """Whoever waits where is in the error. (0.2 raised PlanMismatch.)"""
     with pytest.raises(gs.CollectiveTimeout) as raised:
@@ -576,7 +576,7 @@ def test_a_rank_that_dies_is_named(comm, how, what, tmp_path):
         comm.barrier()
 
 
-@pytest.mark.ranks(on={"shm": (3,), "pipes": (3,)}, **SHORT)
+@pytest.mark.ranks(3, on=("shm", "pipes", "fake"), **SHORT)
 def test_the_deadline_of_a_message_names_the_peer(comm, tmp_path):
     if comm.rank == 1:
         wait_until((tmp_path / "reached").exists)
@@ -590,7 +590,7 @@ def test_the_deadline_of_a_message_names_the_peer(comm, tmp_path):
     assert raised.value.missing_ranks == (1,)
 
 
-@pytest.mark.ranks(2, on=("shm", "pipes"), fresh=True)
+@pytest.mark.ranks(2, on=("shm", "pipes", "fake"), fresh=True)
 def test_ctrl_c_in_the_wait_for_a_message(comm, tmp_path):
     if comm.rank == 1:
         wait_until((tmp_path / "interrupted").exists)
@@ -610,7 +610,7 @@ def test_ctrl_c_in_the_wait_for_a_message(comm, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.ranks(2, on=("shm", "pipes"), fresh=True)
+@pytest.mark.ranks(2, on=("shm", "pipes", "fake"), fresh=True)
 def test_in_a_forked_child_they_have_failed(comm):
     ring = Ring(comm, 1000)
     futures = [ring.irecv(), ring.isend()]
