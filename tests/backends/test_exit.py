@@ -34,6 +34,8 @@ SCRIPT = """
     def stop(number, frame):
         raise SystemExit(5)
 
+    if "pending" in how:
+        futures = [groups[0].asynchronous.send(np.ones(1000), 1 - leaver) for _ in range(5)]  # which nobody receives
     if "closed groups" in how:
         for group in groups:
             group.close()
@@ -60,6 +62,7 @@ SCRIPT = """
         ("earlier error, raise", 1, 1, "KeyError: 'lost'"),
         ("closed groups, destroy", 1, 0, ""),
         ("os._exit", 1, 4, ""),
+        ("pending, end", 1, 0, ""),
         ("inside, SIGALRM", 1, 5, ""),
         ("inside a future, Ctrl-C", 1, -signal.SIGINT, ""),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from types import TracebackType
@@ -259,6 +260,12 @@ class Communicator(Collectives):
             self._tree.close()
         finally:
             self.close()
+
+    def end_messages(self, seconds: float) -> None:
+        """Waits for the messages of this communicator and its tree; aborts those that have some left after a time."""
+        until = time.monotonic() + seconds
+        for communicator in [self, *self._tree.communicators()]:
+            communicator._messages.wait_for_all(max(until - time.monotonic(), 0.0))
 
     def adopt(self, communicator: Communicator) -> None:
         """Adds a communicator over the same ranks to this one's tree, so that close_tree() closes it too."""

@@ -78,12 +78,18 @@ class Messages:
                 backend.raise_if_ended([message.peer for message in left])
         return True
 
-    def wait_for_all(self) -> None:
-        """Waits until all messages are over; their futures have their errors, and a failure is logged."""
+    def wait_for_all(self, seconds: float | None = None) -> None:
+        """Waits until all messages are over; their futures have their errors, and a failure is logged.
+
+        If some are not over after `seconds`, it aborts the communicator.
+        """
         left = self._left()
         if left and self._lifetime.ended_because is None:
             try:
-                self.wait(left)
+                self.wait(left, seconds)
+                if left := self._left():
+                    count = "a message" if len(left) == 1 else f"{len(left)} messages"
+                    self._lifetime.abort(f"the program ended with {count} under way: wait for their futures", None)
             except InvalidArgument:
                 pass  # another thread uses the communicator, or a done-callback closes it
             except GradsyncError as error:
