@@ -397,6 +397,7 @@ def test_a_done_callback_may_begin_no_message(comm):
 
     comm.asynchronous.all_reduce(arrays.put(np.ones(3))).add_done_callback(attempt)
     assert [outcomes.get(timeout=60) for _ in range(8)] == [gs.InvalidArgument] * 6 + [gs.FutureNotReady, False]
+    comm.barrier()  # the other rank is past its all_reduce, in which the message could have arrived
     comm.send(array, other)
     assert (arrays.get(pending.result()) == 1).all()
 
