@@ -22,7 +22,7 @@ with gs.init_process_group() as comm:
     after, before = (rank + 1) % size, (rank - 1) % size
     tell("exchange", comm.exchange(rows, dest=after, out=np.empty_like(rows), source=before))  # a ring cannot deadlock
 
-    pending = comm.asynchronous.all_reduce(np.ones(3))  # in the background, in the order of the calls
+    pending = comm.asynchronous.all_reduce(np.ones(3))  # on a GPU beside the program, on the CPU within this call
     tell("asynchronous", pending.result())
 
     half = comm.split(color=rank % 2)  # two groups: even ranks and odd ranks

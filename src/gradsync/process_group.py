@@ -80,7 +80,7 @@ _FOREIGN = {
     "device_id": 'device="cuda:0"',
 }
 _NOT_AGREED = InvalidArgument, BackendUnavailable  # all ranks raise these errors if they agree on no backend
-_LEAVING_SECONDS = 5.0  # how long a rank that hosts the server waits at exit for other ranks to leave
+_LEAVING_SECONDS = 5.0  # how long a rank waits at exit for its messages, and one that hosts the server for the others
 _FAILED_JOB_SECONDS = 0.5  # the wait before MPI ends all ranks, so that the other ranks can receive and print the cause
 
 _client: RendezvousClient | None = None
@@ -493,6 +493,9 @@ def _leave_at_exit() -> None:
         if uncaught_error() is None:
             for text in forgotten:
                 _log.error("error: %s", text)
+        world = get_initial_world()
+        if world is not None and uncaught_error() is None:
+            world.end_messages(_LEAVING_SECONDS)
         _destroy_because_of(uncaught_error())
     finally:
         job_has_failed = has_job_failed()

@@ -1,8 +1,7 @@
 """Reductions: the operators, the dtypes that they support, and their reference implementation in NumPy.
 
-This module computes with host arrays, and does not communicate. The shared-memory backend reduces with `reduction_of`,
-and the MPI backend with `reduce_into` (for more than 16 ranks, with MPI's own reductions). The tests compare every
-backend with `reduce_into` and with NumPy's float64.
+This module computes with host arrays, and does not communicate. The shared-memory backend reduces with `reduction_of`.
+The tests compare every backend with `reduce_into` and with NumPy's float64.
 """
 
 from __future__ import annotations

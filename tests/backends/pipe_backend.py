@@ -7,7 +7,6 @@ to every other one. A frame is a kind, one byte, and data; frames of one kind fr
 from __future__ import annotations
 
 import math
-import queue
 import secrets
 import threading
 import time
@@ -15,19 +14,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener, wait
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement, Description, LayoutsDiffer, mismatch
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
-from gradsync.communicators.failures import (
-    CAUSE_SECONDS,
-    FailureMonitor,
-    await_cause,
-    exchange_mismatch,
-    raise_if_left,
-)
+from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause, exchange_mismatch, raise_if_left
 from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import RankFailed
 from gradsync.machine import run_with_timeout
@@ -37,6 +31,8 @@ from gradsync.rendezvous.client import RendezvousClient
 # The kinds of frames: of collectives, and of messages, where the sender and the receiver have kinds of their own.
 DIGEST, DATA, OFFER, ANSWER, MESSAGE, TEXTS = b"D", b"d", b"o", b"a", b"m", {b"o": b"O", b"a": b"A"}
 _LOOK_EVERY_SECONDS = 0.05
+
+Arrays, Messages = Sequence[Array], Sequence[Message]
 
 
 def check(_place: RankEnvironment) -> None:
@@ -65,8 +61,7 @@ def connect_pipes(client: RendezvousClient, *, group: str, timeout_seconds: floa
             pipes[rank] = Client(theirs[16:].decode(), authkey=theirs[:16])
             pipes[rank].send(client.rank)
         while len(pipes) < client.world_size - 1:
-            left_seconds = deadline - time.monotonic()
-            pipe = run_with_timeout(listener.accept, "pipes-accept", left_seconds, client.check)
+            pipe = run_with_timeout(listener.accept, "pipes-accept", deadline - time.monotonic(), client.check)
             pipes[pipe.recv()] = pipe
     return PipeBackend(pipes, client, group, timeout_seconds)
 
@@ -82,7 +77,9 @@ class PipeBackend(Backend):
     ) -> None:
         super().__init__(client, group, timeout_seconds)
         self._peers = {pipe: peer for peer, pipe in pipes.items()}
-        self._writers = {peer: _Writer(pipe) for peer, pipe in pipes.items()}
+        self._outgoing: dict[int, SimpleQueue[bytes | None]] = {peer: SimpleQueue() for peer in pipes}
+        for peer, pipe in pipes.items():
+            threading.Thread(target=_write, args=(pipe, self._outgoing[peer]), daemon=True).start()
         self._came: dict[tuple[int, bytes], deque[bytes]] = defaultdict(deque)
         # The messages to (OFFER) and from (ANSWER) each peer, in order; only the first one moves.
         self._moving: dict[tuple[int, bytes], deque[Iterator[None]]] = defaultdict(deque)
@@ -93,12 +90,7 @@ class PipeBackend(Backend):
     # -- Collectives -------------------------------------------------------------------------------------------
 
     def all_reduce(
-        self,
-        sources: Sequence[Array],
-        targets: Sequence[Array],
-        op: ReduceOp,
-        agreement: Agreement,
-        factor: float = 1.0,
+        self, sources: Arrays, targets: Arrays, op: ReduceOp, agreement: Agreement, factor: float = 1.0
     ) -> None:
         self.barrier(agreement)
         if factor != 1.0:
@@ -112,15 +104,15 @@ class PipeBackend(Backend):
 
     def _reduce_into(self, source: Array, parts: Sequence[slice], target: Array, op: ReduceOp) -> None:
         """Sends each rank its part; reduces what comes for this one, in the order of the ranks."""
-        came = self._deal([source[part].tobytes() for part in parts])
+        came = [np.frombuffer(data, source.dtype) for data in self._deal([source[part].tobytes() for part in parts])]
         with np.errstate(all="ignore"):
-            reduce_into(op, [np.frombuffer(data, source.dtype) for data in came], target)
+            reduce_into(op, came, target)
 
     def broadcast(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
         self.barrier(agreement)
         for flat in flats:
             if self.rank == root:
-                for peer in self._writers:
+                for peer in self._outgoing:
                     self._send(peer, DATA, flat.tobytes())
             else:
                 _fill(flat, self._receive(root, DATA))
@@ -149,22 +141,17 @@ class PipeBackend(Backend):
         self._begun += 1
         digests = self._deal([_identity(agreement)] * self.world_size, DIGEST)
         if len({digest[:8] for digest in digests}) > 1:
-            group, ranks = self._failures.group, self.ranks
-            raise exchange_mismatch(self.client, group, self._begun, self.label, agreement, ranks)
+            group = self._failures.group
+            raise exchange_mismatch(self.client, group, self._begun, self.label, agreement, self.ranks)
         if len(set(digests)) > 1:
             raise LayoutsDiffer
 
     # -- Messages ----------------------------------------------------------------------------------------------
 
     def exchange(
-        self,
-        sends: Sequence[Message],
-        receives: Sequence[Message],
-        awaited: Collection[Message] = (),
-        seconds: float | None = None,
+        self, sends: Messages, receives: Messages, awaited: Collection[Message] = (), seconds: float | None = None
     ) -> None:
-        to_self = [message for message in sends if message.peer == self.rank]
-        from_self = [message for message in receives if message.peer == self.rank]
+        to_self, from_self = ([one for one in messages if one.peer == self.rank] for messages in (sends, receives))
         for send, receive in zip(to_self, from_self, strict=True):
             _fill(receive.flat, send.flat.tobytes())
             send.end()
@@ -175,12 +162,7 @@ class PipeBackend(Backend):
                     self._send(message.peer, own, _identity(message.agreement))
                     self._moving[message.peer, own].append(self._run(message, own, other))
         self._pump(0.0)
-        until = math.inf if seconds is None else time.monotonic() + seconds
-
-        def is_over() -> bool:
-            return all(message.is_over for message in awaited) or time.monotonic() >= until
-
-        self._wait(is_over, lambda: [message.peer for message in awaited if not message.is_over], math.inf)
+        self._wait(lambda: [message.peer for message in awaited if not message.is_over], math.inf, seconds)
 
     def _run(self, message: Message, own: bytes, other: bytes) -> Iterator[None]:
         """Moves one message; yields where it has to wait."""
@@ -188,14 +170,13 @@ class PipeBackend(Backend):
         while not self._came[peer, other]:
             yield
         if self._came[peer, other].popleft() != _identity(message.agreement):
-            text = message.agreement.described().to_text()
-            self._send(peer, TEXTS[own], text.encode())
+            mine = message.agreement.described()
+            self._send(peer, TEXTS[own], mine.to_text().encode())
             while not texts:
                 yield
-            by_rank = {self.rank: text, peer: texts.popleft().decode()}
-            descriptions = {self.ranks[rank]: Description.from_text(each) for rank, each in by_rank.items()}
-            message.end(mismatch(self.label, message.agreement, descriptions))
-            return
+            theirs = Description.from_text(texts.popleft().decode())
+            both = {self.ranks[self.rank]: mine, self.ranks[peer]: theirs}
+            return message.end(mismatch(self.label, message.agreement, both))
         if own == OFFER:
             self._send(peer, MESSAGE, message.flat.tobytes())
         else:
@@ -208,29 +189,29 @@ class PipeBackend(Backend):
 
     def _deal(self, parts: Sequence[bytes], kind: bytes = DATA) -> list[bytes]:
         """Sends each rank its part; returns what every rank has for this one."""
-        for step in range(1, self.world_size):
-            peer = (self.rank + step) % self.world_size
+        for peer in self._outgoing:
             self._send(peer, kind, parts[peer])
         return [parts[r] if r == self.rank else self._receive(r, kind) for r in range(self.world_size)]
 
     def _send(self, peer: int, kind: bytes, data: bytes) -> None:
         """Never waits: a thread writes, so that two ranks may send to each other at once."""
-        self._writers[peer].frames.put(kind + data)
+        self._outgoing[peer].put(kind + data)
 
     def _receive(self, peer: int, kind: bytes) -> bytes:
         came = self._came[peer, kind]
-        self._wait(lambda: bool(came), lambda: [peer], self._begun - 1)
+        self._wait(lambda: [] if came else [peer], self._begun - 1)
         return came.popleft()
 
-    def _wait(self, is_over: Callable[[], bool], missing: Callable[[], list[int]], position: float) -> None:
-        """Reads the pipes and moves messages until is_over(); `position` is for raise_if_left."""
+    def _wait(self, missing: Callable[[], list[int]], position: float, seconds: float | None = None) -> None:
+        """Reads the pipes and moves messages while ranks are missing; `position` is for raise_if_left."""
         began = time.monotonic()
-        while not is_over():
+        until = math.inf if seconds is None else began + seconds
+        while (peers := missing()) and time.monotonic() < until:
             if self._pump(_LOOK_EVERY_SECONDS):
                 continue
-            waited_seconds, whom = time.monotonic() - began, [self.ranks[rank] for rank in missing()]
+            waited_seconds, whom = time.monotonic() - began, [self.ranks[rank] for rank in peers]
             self._look(position, whom)
-            if ended := [self.ranks[rank] for rank in missing() if rank not in self._peers.values()]:
+            if ended := [self.ranks[rank] for rank in peers if rank not in self._peers.values()]:
                 await_cause(CAUSE_SECONDS, lambda: self._look(position, ended))
                 raise RankFailed(f"{self.label}: the pipe to rank {ended[0]} has ended", rank=ended[0])
             self._failures.warn(waited_seconds, whom)
@@ -241,13 +222,11 @@ class PipeBackend(Backend):
         """Reads what comes within some seconds, and moves messages as far as they go; whether anything came."""
         pipes = wait(self._peers, seconds)
         for pipe in pipes:
-            peer = self._peers[pipe]
             try:
                 frame = pipe.recv_bytes()
+                self._came[self._peers[pipe], frame[:1]].append(frame[1:])
             except (EOFError, OSError):  # the peer has ended the communicator, or has died
                 del self._peers[pipe]
-                continue
-            self._came[peer, frame[:1]].append(frame[1:])
         for moving in list(self._moving.values()):
             while moving and next(moving[0], moving) is moving:  # it has ended
                 moving.popleft()
@@ -261,8 +240,7 @@ class PipeBackend(Backend):
     # -- Groups and the end ------------------------------------------------------------------------------------
 
     def connect_group(self, members: tuple[int, ...], name: str) -> PipeBackend:
-        client = self.client.group(members, name)
-        return connect_pipes(client, group=name, timeout_seconds=self.timeout_seconds)
+        return connect_pipes(self.client.group(members, name), group=name, timeout_seconds=self.timeout_seconds)
 
     def raise_if_ended(self, missing: list[int]) -> None:
         self._look(math.inf, [self.ranks[rank] for rank in missing])
@@ -274,22 +252,16 @@ class PipeBackend(Backend):
             self.client.report_failure(aborted_because, culprit=culprit)
 
     def release(self) -> None:
-        for writer in self._writers.values():
-            writer.frames.put(None)
+        for frames in self._outgoing.values():
+            frames.put(None)
 
 
-class _Writer:
-    """Writes frames to a pipe from a thread of its own; closes the pipe after the last one."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self.frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, args=(pipe,), name="pipes-writer", daemon=True).start()
-
-    def _run(self, pipe: Any) -> None:
-        for frame in iter(self.frames.get, None):
-            with suppress(OSError):  # the peer is gone: whoever reads finds out
-                pipe.send_bytes(frame)
-        pipe.close()
+def _write(pipe: Any, frames: SimpleQueue[bytes | None]) -> None:
+    """Writes frames to a pipe, in a thread of its own; closes the pipe after the last one."""
+    for frame in iter(frames.get, None):
+        with suppress(OSError):  # the peer is gone: whoever reads finds out
+            pipe.send_bytes(frame)
+    pipe.close()
 
 
 def _fill(target: Array, data: bytes) -> None:

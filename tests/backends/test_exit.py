@@ -35,7 +35,7 @@ SCRIPT = """
         raise SystemExit(5)
 
     if "pending" in how:
-        futures = [groups[0].asynchronous.all_reduce(np.ones(1000)) for _ in range(5)]  # nobody else comes to them
+        futures = [groups[0].asynchronous.send(np.ones(1000), 1 - leaver) for _ in range(5)]  # which nobody receives
     if "closed groups" in how:
         for group in groups:
             group.close()

@@ -28,12 +28,25 @@ def comes_back(function):
 
 
 @pytest.mark.ranks(2, fresh=True)
-def test_at_any_call_of_a_collective(comm):
-    for number in range(1, 120, 3):
+@pytest.mark.parametrize("what", ["barrier", "all_reduce", "recv", "objects.all_gather", "close"])
+def test_at_any_call_of_what_waits(comm, what):
+    """Its messages have failed then: close() waits for them, and the others wait with what is called."""
+    for number in range(1, 150, 3 if what == "barrier" else 7):
         group = comm.split(0)
         if comm.rank == 0:
-            assert interrupted(group.barrier, number, ends=ENDS)
-            assert comes_back(group.close), f"call {number} of barrier() was interrupted"
+            calls = {
+                "barrier": group.barrier,
+                "all_reduce": partial(group.all_reduce, np.asfortranarray(np.ones((3, 4)))),
+                "recv": partial(group.recv, np.ones(3), 1),
+                "objects.all_gather": partial(group.objects.all_gather, 1),
+                "close": group.close,
+            }
+            future = group.asynchronous.recv(np.ones(3), 1)
+            assert interrupted(calls[what], number, ends=ENDS)
+            assert comes_back(partial(group.abort, "enough")), f"call {number} of {what} was interrupted"
+            assert future.done()
+            with pytest.raises(gs.GradsyncError):
+                future.result(timeout=60)
         comm.barrier()
         if comm.rank == 1:
             with pytest.raises(gs.RankFailed):
@@ -41,15 +54,23 @@ def test_at_any_call_of_a_collective(comm):
 
 
 @pytest.mark.ranks(2, fresh=True)
-def test_at_any_call_of_a_wait_for_a_future(comm):
+@pytest.mark.parametrize("what", ["recv", "result", "done"])
+def test_at_any_call_about_a_message_that_does_not_come(comm, what):
     number, struck = 1, True
     while struck:
         group = comm.split(0)
         struck = False
         if comm.rank == 0:
-            future = group.asynchronous.all_reduce(np.ones(3))
-            struck = interrupted(partial(future.result, timeout=WAIT_SECONDS), number, ends=ENDS)
-            assert comes_back(partial(group.abort, "enough")), f"call {number} of result() was interrupted"
+            form, array = group.asynchronous, np.ones(3)
+            future = form.recv(array, 1)
+            call = {
+                "recv": partial(form.recv, array, 1),
+                "result": partial(future.result, timeout=WAIT_SECONDS),
+                "done": future.done,
+            }[what]
+            struck = interrupted(call, number, ends=ENDS)
+            assert comes_back(partial(group.abort, "enough")), f"call {number} of {what} was interrupted"
+            assert future.done()
             with pytest.raises(gs.GradsyncError):
                 future.result(timeout=60)
         struck = comm.objects.broadcast(struck)

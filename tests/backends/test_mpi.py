@@ -71,6 +71,25 @@ def test_each_size_is_right(comm):
         assert all((future.result() == n * (n + 1) / 2).all() for future in futures), size
 
 
+@pytest.mark.ranks(2, on=("mpi",))
+def test_what_mpi_leaves_open_is_as_in_numpy(comm):
+    """Open MPI adds short integers with saturation, and no MPI says what its minimum and maximum of NaN are."""
+    for dtype in ("int8", "uint8", "int16", "uint16", "int32", "int64"):
+        info = np.iinfo(dtype)
+        values = np.array([info.max, info.min, info.max - 3, 7] * 3000, dtype)
+        for each in (values[:4], values):
+            with np.errstate(all="ignore"):
+                total, product = each + each, each * each
+            assert (comm.all_reduce(each.copy()) == total).all()
+            assert (comm.all_reduce(each.copy(), "prod") == product).all()
+            assert (comm.reduce_scatter(each.copy()) == np.split(total, 2)[comm.rank]).all()
+    with_nan = [[np.nan, 1, -np.inf, -np.nan, 0, np.inf], [1, -np.nan, np.nan, np.inf, -0.0, 2]]
+    for dtype in ("float16", "float32", "float64"):
+        for op, of_numpy in (("min", np.minimum), ("max", np.maximum)):
+            mine, other = np.array(with_nan, dtype)[[comm.rank, 1 - comm.rank]]
+            np.testing.assert_array_equal(comm.all_reduce(mine.copy(), op), of_numpy(mine, other))
+
+
 # -- Messages ---------------------------------------------------------------------------------------------------------
 
 
@@ -129,13 +148,15 @@ def test_process_groups_and_backends_follow_each_other(comm, tmp_path):
 # -- What ends a job ---------------------------------------------------------------------------------------------------
 
 SCENES = """
-    import os, signal, sys, time
+    import os, signal, sys, threading, time
     import numpy as np
     import gradsync as gs
 
     scene = sys.argv[1]
     seconds = 3.0 if scene in ("stays away", "both send first") else 100.0
     comm = gs.init_process_group("mpi", collective_timeout_seconds=seconds)
+    if scene == "closes a group":
+        comm = comm.split(0)
     comm.all_reduce(np.ones(1000))
     if comm.rank == 1:
         if scene == "raises":
@@ -146,10 +167,12 @@ SCENES = """
             os.kill(os.getpid(), signal.SIGSTOP)
         if scene == "aborts":
             comm.abort("I have seen enough")
-        if scene == "closes":
+        if scene.startswith("closes"):
             comm.close()
-        if scene in ("aborts", "closes", "stays away"):
+        if scene in ("aborts", "closes", "closes a group", "is closed in a thread", "stays away"):
             time.sleep(200)
+    elif scene == "is closed in a thread":
+        threading.Timer(1, comm.close).start()
     try:
         if scene == "both send first":
             comm.send(np.ones(3), 1 - comm.rank)
@@ -168,6 +191,8 @@ SCENES = """
         ("is stopped", ["rank 0: RankFailed", "was stopped (SIGSTOP?)"]),
         ("aborts", ["rank 0: RankFailed", "I have seen enough"]),
         ("closes", ["rank 0: RankFailed", "rank 1 closed the communicator"]),
+        ("closes a group", ["rank 0: RankFailed", "rank 1 closed the communicator"]),
+        ("is closed in a thread", ["rank 0: CommunicatorClosed", "another thread"]),
         ("stays away", ["rank 0: CollectiveTimeout", "for rank 1", "time.sleep(200)"]),
         ("both send first", ["rank 0: CollectiveTimeout", "rank 1: CollectiveTimeout", "message"]),
     ],
@@ -210,7 +235,7 @@ def test_a_request_of_objects_that_fails_raises_mpi_error(cli, script, tmp_path)
                 return getattr(self._comm, name)
             def fail(self, *_, **__):
                 raise MPI.Exception(MPI.ERR_OTHER)
-            Iallgatherv = Isend = fail
+            Isend = fail
 
         world, folder = gs.init_process_group("mpi"), pathlib.Path(sys.argv[1])
         backend = world._backend
@@ -229,6 +254,41 @@ def test_a_request_of_objects_that_fails_raises_mpi_error(cli, script, tmp_path)
     done = cli.program(MPIEXEC, "-n", 2, sys.executable, path, tmp_path)
     found = sorted(file.name for file in tmp_path.glob("rank *"))
     assert found == ["rank 0 got MpiError", "rank 1 got MpiError"], done
+
+
+def test_memory_that_mpi_may_still_write_outlives_a_group_that_failed(cli, script, tmp_path):
+    """What MPI gets is seen below gradsync."""
+    path = script("""
+        import contextlib, gc, os, pathlib, sys, time, weakref
+        import numpy as np
+        import gradsync as gs
+
+        class Spy:
+            def __init__(self, comm):
+                self._comm = comm
+            def __getattr__(self, name):
+                return getattr(self._comm, name)
+            def Iallreduce(self, sent, received, op):
+                written.append(weakref.ref(received))
+                return self._comm.Iallreduce(sent, received, op)
+
+        world = gs.init_process_group("mpi", collective_timeout_seconds=1)
+        folder, written = pathlib.Path(sys.argv[1]), []
+        group = world.new_group([0, 1])
+        if world.rank == 0:
+            backend = group._backend
+            backend._comm = backend._requests.comm = Spy(backend._comm)
+            with contextlib.suppress(gs.CollectiveTimeout):
+                group.all_reduce(np.ones(3))
+            del group, backend
+            gc.collect()
+            (folder / f"kept {[array() is not None for array in written]}").touch()
+        while not list(folder.glob("kept *")):
+            time.sleep(0.01)
+        os._exit(0)
+    """)
+    done = cli.program(MPIEXEC, "-n", 2, sys.executable, path, tmp_path)
+    assert [file.name for file in tmp_path.glob("kept *")] == ["kept [True]"], done
 
 
 def test_the_readme_runs_under_mpiexec_as_it_is(cli):

@@ -213,6 +213,19 @@ def test_gradients_of_every_layout_on_host_and_device(comm, known, options):
             assert callback.results()[name] is result
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.ranks(on={"fake": (1, 2), "gpu": (1, 2)})
+def test_new_numpy_gradients_step_after_step(comm, known):
+    """On the CPU those of later steps have a shorter way."""
+    sync = gs.AllreduceCallback("sum", comm, parameters={"w": ((SIZE,), "float32")} if known else None)
+    for number in range(10):
+        gradient = np.full(SIZE, comm.rank + number, np.float32)
+        with sync.backward():
+            future = sync("w", gradient)
+        assert future.result() is gradient
+        assert (gradient == total(comm, number)).all()
+
+
 @pytest.mark.parametrize("how", ["clips", "hook"])
 @two
 def test_a_stream_that_takes_a_result_waits_for_what_is_done_after_the_reduction(comm, how):

@@ -46,9 +46,9 @@ def test_a_world_of_one():
 
 
 def test_groups_end_with_the_process_group():
-    """Also one that nobody holds any more, or of which only its objects are held; and nothing keeps a world alive."""
+    """Also one that nobody holds any more, or of which only a part is held; and nothing keeps a world alive."""
     world = gs.init_process_group("local")
-    objects = world.new_group([0]).objects
+    objects, asynchronous = world.new_group([0]).objects, world.new_group([0]).asynchronous
     gc.disable()
     try:
         dropped = weakref.ref(world.new_group([0]))
@@ -58,8 +58,10 @@ def test_groups_end_with_the_process_group():
         gc.enable()
     with pytest.raises(gs.CommunicatorClosed):
         objects.all_gather("a")
+    with pytest.raises(gs.CommunicatorClosed):
+        asynchronous.barrier().result()
     world = weakref.ref(world)
-    del objects
+    del objects, asynchronous
     gc.collect()
     assert world() is None
 

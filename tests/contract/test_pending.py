@@ -18,10 +18,10 @@ from commands import wait_until
 from ranks import SEVERAL
 
 #: Rings and the like differ with the number of ranks.
-RINGS = {"shm": (2, 3, 4, 5), "pipes": (2, 3, 5), "fake": (2,), "mpi": (2, 3, 4, 5)}
+RINGS = {"shm": (2, 3, 5), "pipes": (2, 4), "fake": (2,), "mpi": (2, 3, 5)}
 PAIR = {"shm": (2,), "pipes": (2,), "fake": (2,), "mpi": (2,)}
 SHORT = {"options": {"collective_timeout_seconds": 1.5}, "fresh": True}
-SIZES = [0, 1, 1000, 1_500_000]  # the last one is larger than any buffer
+SIZES = [0, 1, 1000, 300_000]  # the last one is larger than any buffer
 
 
 class Ring:
@@ -397,6 +397,7 @@ def test_a_done_callback_may_begin_no_message(comm):
 
     comm.asynchronous.all_reduce(arrays.put(np.ones(3))).add_done_callback(attempt)
     assert [outcomes.get(timeout=60) for _ in range(8)] == [gs.InvalidArgument] * 6 + [gs.FutureNotReady, False]
+    comm.barrier()  # the other rank is past its all_reduce, in which the message could have arrived
     comm.send(array, other)
     assert (arrays.get(pending.result()) == 1).all()
 
@@ -462,7 +463,7 @@ def test_a_message_that_does_not_fit_ends_in_a_collective_too(comm):
     assert sum("PlanMismatch" in line for line in lines) == 2
 
 
-@pytest.mark.ranks(on={"shm": (2, 3), "pipes": (2,)}, **SHORT)
+@pytest.mark.ranks(on={"shm": (2, 3), "pipes": (2,), "fake": (2,)}, **SHORT)
 def test_a_message_against_a_collective_ends_at_the_deadline(comm):
     """Whoever waits where is in the error. (0.2 raised PlanMismatch.)"""
     with pytest.raises(gs.CollectiveTimeout) as raised:
@@ -576,7 +577,7 @@ def test_a_rank_that_dies_is_named(comm, how, what, tmp_path):
         comm.barrier()
 
 
-@pytest.mark.ranks(on={"shm": (3,), "pipes": (3,)}, **SHORT)
+@pytest.mark.ranks(3, on=("shm", "pipes", "fake"), **SHORT)
 def test_the_deadline_of_a_message_names_the_peer(comm, tmp_path):
     if comm.rank == 1:
         wait_until((tmp_path / "reached").exists)
@@ -590,7 +591,7 @@ def test_the_deadline_of_a_message_names_the_peer(comm, tmp_path):
     assert raised.value.missing_ranks == (1,)
 
 
-@pytest.mark.ranks(2, on=("shm", "pipes"), fresh=True)
+@pytest.mark.ranks(2, on=("shm", "pipes", "fake"), fresh=True)
 def test_ctrl_c_in_the_wait_for_a_message(comm, tmp_path):
     if comm.rank == 1:
         wait_until((tmp_path / "interrupted").exists)
@@ -610,7 +611,7 @@ def test_ctrl_c_in_the_wait_for_a_message(comm, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.ranks(2, on=("shm", "pipes"), fresh=True)
+@pytest.mark.ranks(2, on=("shm", "pipes", "fake"), fresh=True)
 def test_in_a_forked_child_they_have_failed(comm):
     ring = Ring(comm, 1000)
     futures = [ring.irecv(), ring.isend()]

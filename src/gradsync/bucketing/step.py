@@ -175,7 +175,8 @@ class Step:
         self._weight_of_pass: float | None = None
         self._divergence: Divergence | None = None  # with a communicator
         self.unread: UnreadResults | None = None
-        self._is_watched = False  # gradients live in buckets, or `unread` is there: no short way for them
+        # No short way for gradients: they live in buckets, or NumPy's go to a GPU; or `unread` is there.
+        self._is_watched = self._stays_watched = False
         self._end: Pending | None = None  # made with the step's first gradient
         self._begin()
 
@@ -230,7 +231,8 @@ class Step:
         self.unread = None
         if communicator.world_size > 1 and not options.gradient_as_bucket_view and self._hook is None:
             self.unread = UnreadResults(communicator.label)
-        self._is_watched = self.unread is not None or options.gradient_as_bucket_view
+        self._stays_watched = options.gradient_as_bucket_view or runs_beside_host(communicator)
+        self._is_watched = self._stays_watched or self.unread is not None
         if self._is_fixed:
             self._known = known_parameters(options.parameters, options.op, communicator)
             in_views = options.gradient_as_bucket_view and not runs_beside_host(communicator)
@@ -770,7 +772,7 @@ class Step:
                 self._stop_watching()
 
     def _stop_watching(self) -> None:
-        self.unread, self._is_watched = None, self._options.gradient_as_bucket_view
+        self.unread, self._is_watched = None, self._stays_watched
 
     def param_of(self, key: Hashable) -> Any:
         """Returns what the program calls a gradient: its name, or the text that names an array."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from types import TracebackType
@@ -260,6 +261,12 @@ class Communicator(Collectives):
         finally:
             self.close()
 
+    def end_messages(self, seconds: float) -> None:
+        """Waits for the messages of this communicator and its tree; aborts those that have some left after a time."""
+        until = time.monotonic() + seconds
+        for communicator in [self, *self._tree.communicators()]:
+            communicator._messages.wait_for_all(max(until - time.monotonic(), 0.0))
+
     def adopt(self, communicator: Communicator) -> None:
         """Adds a communicator over the same ranks to this one's tree, so that close_tree() closes it too."""
         communicator._tree = self._tree
@@ -308,9 +315,11 @@ class Asynchronous(Collectives):
 
     On the CPU a collective runs within the call, and the future is done. Messages (send, recv, exchange) do not: they
     are pending until this rank waits. Every blocking call on the communicator starts all pending messages, and moves
-    them on while it waits, so that programs of sends and receives in any legal order end. On a GPU the call launches
-    the collective; if no stream is given, on the communicator's own stream, after the work that is queued on the
-    current stream. result() makes the current stream wait for it.
+    them on while it waits, so that programs of sends and receives in any legal order end. A call on another
+    communicator, also on a group of this one, does not.
+
+    On a GPU the call launches the collective; if no stream is given, on the communicator's own stream, after the work
+    that is queued on the current stream. result() makes the current stream wait for it.
 
     A done-callback must not call collectives: such a call raises InvalidArgument there.
     """

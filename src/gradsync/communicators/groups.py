@@ -63,9 +63,13 @@ class CommunicatorTree:
         """Adds a communicator, and keeps a weak reference to it."""
         self._communicators[communicator] = None
 
+    def communicators(self) -> list[Any]:
+        """Returns the communicators that are still referred to."""
+        return list(self._communicators)
+
     def close(self) -> None:
         """Closes all communicators of the tree."""
-        for communicator in list(self._communicators):
+        for communicator in self.communicators():
             communicator.close()
 
 

@@ -222,6 +222,8 @@ class Lifetime:
             if self._is_closed_only:
                 self._announcement, self._is_closed_only = (reason, culprit), False
             self._failure = self._failure or error
+            if isinstance(error, GradsyncError):
+                self._unraised = None  # the program hears of a failure once, though a thread may have found it, too
             self._claim_end(f"it was aborted: {reason}", (reason, culprit))
         self._announce()
 

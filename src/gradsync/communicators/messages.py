@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from gradsync.communicators.backend import Backend, Message
@@ -77,12 +78,20 @@ class Messages:
                 backend.raise_if_ended([message.peer for message in left])
         return True
 
-    def wait_for_all(self) -> None:
-        """Waits until all messages are over; their futures have their errors, and a failure is logged."""
+    def wait_for_all(self, seconds: float | None = None) -> None:
+        """Waits until all messages are over; their futures have their errors, and a failure is logged.
+
+        If some are not over after `seconds`, it aborts the communicator.
+        """
         left = self._left()
         if left and self._lifetime.ended_because is None:
             try:
-                self.wait(left)
+                self.wait(left, seconds)
+                if left := self._left():
+                    count = "a message" if len(left) == 1 else f"{len(left)} messages"
+                    self._lifetime.abort(f"the program ended with {count} under way: wait for their futures", None)
+            except InvalidArgument:
+                pass  # another thread uses the communicator, or a done-callback closes it
             except GradsyncError as error:
                 _log.warning("%s", describe(error))
 
@@ -92,10 +101,11 @@ class Messages:
     def end(self, error: BaseException) -> None:
         """Fails the messages that are not over, because the communicator has ended."""
         self.unstarted = []
-        while self._begun:  # one by one: where Ctrl-C comes in a done-callback, the next call goes on
-            message = self._begun.pop(0)
-            if not message.is_over:
-                message.end(error)
+        with suppress(IndexError):  # two threads may end them; and where Ctrl-C stops one, the next call goes on
+            while True:
+                message = self._begun.pop(0)
+                if not message.is_over:
+                    message.end(error)
 
     def disown(self, error: BaseException) -> None:
         """Fails them in a forked child, which they do not concern; calls no callbacks."""

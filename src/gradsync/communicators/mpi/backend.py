@@ -119,7 +119,6 @@ class MpiBackend(Backend):
         self._mpi = mpi
         self._comm = comm
         self._requests = Requests(mpi, comm, client, self.recorder, timeout_seconds)
-        self._call, self._of_all = np.zeros((2, 4), np.uint64)  # see _agree
 
     # -- Reductions --------------------------------------------------------------------------------------------
 
@@ -139,7 +138,7 @@ class MpiBackend(Backend):
             sizes = tuple([source.size for source in sources])
             self._requests.run(
                 self._all_reduce([(sources[array][part], targets[array][part]) for array, part in batch], op, factor)
-                for batch in _batches(sizes, accumulation_dtype(dtype).itemsize, _is_converted(op, dtype))
+                for batch in _batches(sizes, _wide(op, dtype).itemsize, _is_converted(op, dtype))
             )
             end_phase("reducing")
 
@@ -158,7 +157,7 @@ class MpiBackend(Backend):
 
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
         """See Backend."""
-        step = max(1, _ROOM_BYTES // accumulation_dtype(source.dtype).itemsize // self.world_size)
+        step = max(1, _ROOM_BYTES // _wide(op, source.dtype).itemsize // self.world_size)
         with self._requests.using(source, target), np.errstate(all="ignore"):
             self._agree(agreement)
             self._requests.run(
@@ -185,7 +184,7 @@ class MpiBackend(Backend):
     def _packed(self, sources: Sequence[Array], op: ReduceOp, factor: float = 1.0, more: int = 0) -> Array:
         """Copies arrays into a room, as MPI reduces them; the room has some more elements at its end."""
         size = sum([source.size for source in sources])
-        room = self._requests.room(size + more, accumulation_dtype(sources[0].dtype))
+        room = self._requests.room(size + more, _wide(op, sources[0].dtype))
         packed = np.concatenate(sources, out=room[:size], casting="same_kind")
         if factor != 1.0:
             np.multiply(packed, factor, out=packed)
@@ -227,6 +226,9 @@ class MpiBackend(Backend):
         if len(flats) > 1 and self.rank != root:
             _split(room, flats)
 
+    # The ranks send the parts to each other: MPI's own calls count in 32 bits, and MPI_Iallgatherv of Intel MPI 2021.18
+    # never ends if one rank has 10 MB and the others nothing.
+
     def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
         """See Backend."""
         own, peers = target[part_of(bounds, self.rank)], self._requests.peers
@@ -234,12 +236,7 @@ class MpiBackend(Backend):
             self._agree(agreement)
             if not _is_same(source, own):
                 np.copyto(own, source)
-            if target.size <= LARGEST_BYTES:
-                sizes = [end - begin for begin, end in pairwise(bounds)]
-                gathered = [target, sizes, self._mpi.BYTE]
-                self._requests.finish([self._comm.Iallgatherv(self._mpi.IN_PLACE, gathered)])
-            else:
-                self._move([(peer, own) for peer in peers], _parts(target, bounds, peers))
+            self._move([(peer, own) for peer in peers], _parts(target, bounds, peers))
 
     def all_to_all(
         self,
@@ -250,7 +247,7 @@ class MpiBackend(Backend):
         largest: int,
         agreement: Agreement,
     ) -> None:
-        """See Backend. The ranks send the parts to each other, as every MPI does; its own call counts in 32 bits."""
+        """See Backend."""
         peers = self._requests.peers
         with self._requests.using(source, target):
             self._agree(agreement)
@@ -272,9 +269,9 @@ class MpiBackend(Backend):
         if self.world_size == 1:
             return
         digest, layout = agreement.digest, agreement.layout
-        self._call[:] = digest, digest ^ _ALL_BITS, layout, layout ^ _ALL_BITS
-        requests.finish([self._comm.Iallreduce(self._call, self._of_all, self._mpi.MAX)])
-        largest, smallest, largest_layout, smallest_layout = self._of_all.tolist()
+        requests.call[:] = digest, digest ^ _ALL_BITS, layout, layout ^ _ALL_BITS
+        requests.finish([self._comm.Iallreduce(requests.call, requests.of_all, self._mpi.MAX)])
+        largest, smallest, largest_layout, smallest_layout = requests.of_all.tolist()
         if largest != smallest ^ _ALL_BITS:
             raise exchange_mismatch(self.client, self.recorder.group, requests.begun, self.label, agreement, self.ranks)
         if largest_layout != smallest_layout ^ _ALL_BITS:
@@ -334,13 +331,21 @@ class MpiBackend(Backend):
         del self._requests  # frees its rooms
 
 
+@lru_cache(maxsize=256)
+def _wide(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns the dtype in which MPI reduces. Sums of short integers saturate in Open MPI; elsewhere they wrap."""
+    if dtype.kind in "iu" and dtype.itemsize < 4 and op in (ReduceOp.SUM, ReduceOp.PROD):
+        return np.dtype(f"{dtype.kind}4")
+    return accumulation_dtype(dtype)
+
+
 def _is_converted(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
-    """Whether MPI reduces other values: it adds halves in float32, and compares floats as integers."""
-    return accumulation_dtype(dtype) != dtype or _is_ordered(op, dtype)
+    """Whether MPI reduces other values than those of the arrays."""
+    return _wide(op, dtype) != dtype or _is_ordered(op, dtype)
 
 
 def _is_ordered(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
-    """Whether floats are compared. MPI does not say what its minimum and maximum of NaN are."""
+    """Whether floats are compared, as integers: MPI does not say what its minimum and maximum of NaN are."""
     return dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX)
 
 

@@ -65,6 +65,7 @@ class Requests:
         departures: the name under which ranks tell the server that they have closed the communicator.
         peers: the other ranks. They begin with the next one, so that not all ranks send to the same rank at once.
         begun, ended: the numbers of collectives that this rank has begun, and ended.
+        call, of_all: room for the comparison of a call. It is here, and so kept if MPI may still write to it.
         is_closed: whether this rank has closed the communicator. Another thread may do that during a wait.
     """
 
@@ -80,6 +81,7 @@ class Requests:
         self._test_all, self._byte, self._mpi_error = mpi.Request.Testall, mpi.BYTE, mpi.Exception
         self._client = client
         self._timeout_seconds = timeout_seconds
+        self.call, self.of_all = np.zeros((2, 4), np.uint64)
         self._rooms = deque([np.empty(0, np.uint8)] * 2)
         # The messages under way, by the other rank and whether this rank sends. They go one after the other: so they
         # arrive in the order in which they were started, and what MPI matches is theirs.

@@ -383,8 +383,16 @@ class NcclBackend(Backend):
 
     def _begin(self, launch: GpuLaunch) -> None:
         """Is called before any call of NCCL, because the call may block."""
+        self._follow_last(launch)  # a message that was launched since the launch was made
         launch.has_begun = True
         self._watched.call = launch
+
+    def _follow_last(self, launch: GpuLaunch) -> None:
+        """Makes a launch wait for the last one on the device; see _last_on_device."""
+        last = _last_on_device.get(self._nccl.device_id)
+        # The threads are compared too: Stream.ptds is one object, but a different stream in each thread.
+        if last is not None and (last[1] is not launch.stream or last[2] != launch.thread):
+            launch.stream.wait_event(last[0])
 
     def _raise_after(self, error: GradsyncError) -> NoReturn:
         """Raises an error, or the failure that ended the communicator and so caused the error."""
@@ -523,10 +531,7 @@ class _Launching:
                 # computes the array. So this launch's stream must wait for the current stream.
                 where.wait_event(backend._events.mark(current))
             self.launch = launch = GpuLaunch(backend, backend._nccl, backend._events, where, backend._end_because)
-            last = _last_on_device.get(backend._nccl.device_id)
-            # The threads are compared too: Stream.ptds is one object, but a different stream in each thread.
-            if last is not None and (last[1] is not where or last[2] != launch.thread):
-                where.wait_event(last[0])
+            backend._follow_last(launch)
             if where is not current:
                 self._enter(where)
             launch.started.record(where)
@@ -552,9 +557,7 @@ class _Launching:
         try:
             if launch.has_begun or not isinstance(error, (PlanMismatch, LayoutsDiffer)):
                 launch.record_end()
-                if self._outer is not None:
-                    self._outer.stream.wait_event(launch.ended)
-                elif self._message is None:
+                if self._outer is None and self._message is None:
                     launch.recorded = backend.recorder.hand_over()
                 backend._last = launch
                 _last_on_device[backend._nccl.device_id] = launch.ended, launch.stream, launch.thread

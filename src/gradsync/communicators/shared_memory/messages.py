@@ -44,12 +44,12 @@ class Messages:
         self._label = label
         self._failures = failures
         self._queues: dict[tuple[int, bool], _Queue] = {}  # by peer, and whether this rank sends
-        self._started: list[_Queue] = []  # those that are not empty
+        self._started: list[_Queue] = []  # those that have messages, and some that have none any more
 
     @property
     def is_idle(self) -> bool:
         """Whether all messages that were started are over."""
-        return not self._started
+        return not any(queue.messages for queue in self._started)
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], awaited: Collection[Message], seconds: float | None
@@ -72,11 +72,10 @@ class Messages:
 
     def advance(self) -> bool:
         """Moves each message on by one piece, if possible. Returns whether that was possible for any; never waits."""
+        self._started = [queue for queue in self._started if queue.messages]
         moved = False
         for queue in self._started:
             moved = self._advance(queue) or moved
-        if moved:
-            self._started = [queue for queue in self._started if queue.messages]
         return moved
 
     def release(self) -> None:
@@ -96,14 +95,16 @@ class Messages:
         queue.messages.append(message)
         if len(queue.messages) == 1:
             queue.post_next()
+        if queue not in self._started:
             self._started.append(queue)
 
     # -- Waiting -----------------------------------------------------------------------------------------------
 
     def _are_over(self, awaited: Collection[Message]) -> bool:
-        """Moves all messages on until that needs another rank. Returns whether those awaited are over."""
+        """Moves all messages on until those awaited are over, or that needs another rank. Returns whether they are."""
         while self.advance():
-            pass
+            if awaited and all(message.is_over for message in awaited):
+                break
         return all(message.is_over for message in awaited)
 
     def _wait(self, awaited: Collection[Message], seconds: float) -> None:

@@ -50,7 +50,7 @@ class Peers:
         self._label = label
         self._timeout_seconds = timeout_seconds
         self._failures = failures
-        self._round = self._began = 0.0  # the round that this rank waits for, and when it began
+        self._round, self._began = 0, 0.0  # the round that this rank waits for, and since when
 
     # -- This rank's end ---------------------------------------------------------------------------------------
 
