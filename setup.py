@@ -32,6 +32,7 @@ setup(
         Extension(
             "gradsync.communicators.shared_memory._kernels",
             ["src/gradsync/communicators/shared_memory/_kernels.c"],
+            depends=["setup.py"],  # its flags
             extra_compile_args=FLAGS,
             define_macros=[] if FREE_THREADED else [("Py_LIMITED_API", "0x030B0000")],
             py_limited_api=not FREE_THREADED,
