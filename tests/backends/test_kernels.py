@@ -16,6 +16,7 @@ import pytest
 import gradsync as gs
 from gradsync.communicators.shared_memory.compiled import RUNNING  # what this process would run
 
+ROOT = Path(__file__).parents[2]
 PLAIN = {"GRADSYNC_PLAIN_KERNELS": "1"}
 NOT_PLAIN = {"GRADSYNC_PLAIN_KERNELS": None}  # where all tests run with it
 SUMS = """
@@ -141,3 +142,19 @@ def test_an_extension_of_another_version_is_an_error_at_import(with_library, lib
     code, found = kernels_of_doctor(with_library)
     assert (code, found["status"]) == (1, "broken")
     assert "another version" in found["text"]
+
+
+# -- Building them ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+@pytest.mark.parametrize("target", ["test", "test-plain", "test-mpi", "demo", "bench"])
+def test_make_compiles_a_changed_file_anew(cli, tmp_path, target):
+    """What make would run is only printed; -W FILE is as if the file had just changed."""
+    (tmp_path / "bin").mkdir()
+    for name in ("bin/python", ".demo", ".test", ".lint", ".dev"):
+        (tmp_path / name).touch()
+    dry = ["make", "--dry-run", f"VENV={tmp_path}", target]
+    source = next(Path(gs.__file__).parent.rglob("_kernels.c")).relative_to(ROOT)
+    assert "pip install" not in cli.program(*dry, cwd=ROOT).out
+    assert "pip install --quiet -e ." in cli.program(*dry, "-W", source, cwd=ROOT).out
