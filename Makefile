@@ -152,7 +152,7 @@ sanitize: $(VENV)/.test  ## run the kernels in C under the sanitizers of gcc, wi
 			-I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') -DPy_LIMITED_API=0x030B0000 \
 			tests/backends/kernels_sanitised.c -o build/sanitised-$$name.so && \
 		LD_PRELOAD="$$(gcc -print-file-name=lib$$(echo $$name | head -c 1)san.so) $$(gcc -print-file-name=libubsan.so)" \
-			ASAN_OPTIONS=detect_leaks=0 setarch -R $(BIN)/python -c \
+			ASAN_OPTIONS=detect_leaks=0 $$(setarch -R true 2>/dev/null && echo setarch -R) $(BIN)/python -c \
 			"import ctypes; raise SystemExit(ctypes.CDLL('build/sanitised-$$name.so').main())" || exit 1; \
 	done
 
