@@ -9,6 +9,7 @@ import functools
 import gc
 import itertools
 import mmap
+import platform
 import signal
 import sys
 import threading
@@ -89,6 +90,8 @@ def bits(array):
     parts = array.view(array.real.dtype) if array.dtype.kind == "c" else array
     if parts.dtype.kind in "fV":
         parts[np.isnan(parts)] = np.nan
+        if platform.machine() == "aarch64":
+            parts[parts == 0] = 0  # to NumPy -0.0 is less than 0.0 there, and on x86-64 neither is less
     return array.tobytes()
 
 
