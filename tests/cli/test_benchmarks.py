@@ -88,6 +88,7 @@ def test_another_commit_is_one_more_contender(pytest_of):
     done = pytest_of(of("test_collectives.py"), *options)
     assert done.code == 0, done.out + done.err
     assert "95 %" in done.out
+    assert f"kernels of shared memory: in {RUNNING.kind}" in done.out  # those of the commit, too
 
 
 @pytest.mark.parametrize("options", [["--against", "no-such-commit"], ["--ranks", "0"], ["-n", "2"]], ids=" ".join)
