@@ -592,6 +592,9 @@ static void take_factors(Reduction *reduction, Memory *m) {
     for (int rank = 0; rank < m->size; rank++) reduction->values[rank].factor = factor_of(m, rank);
 }
 
+/* Up to this size every rank reduces the whole list after one round; see plain.py. */
+enum { SMALL_BYTES = 128 * 1024 };
+
 /* A small list: every rank reduces all of it, from the slots. */
 static int all_reduce_small(Call *call, Reduction *reduction, const List *sources, const List *targets) {
     Memory *m = call->m;
@@ -930,7 +933,7 @@ static PyObject *kernel_all_reduce(PyObject *module, PyObject *const *arguments,
         goto end;
     }
     leave_python(&call);
-    if (sources.bytes <= call.m->slot_bytes)
+    if (sources.bytes <= SMALL_BYTES && sources.bytes <= call.m->slot_bytes)
         result = all_reduce_small(&call, &reduction, &sources, in_place ? &sources : &targets);
     else
         result = all_reduce_large(&call, &reduction, &sources, in_place ? &sources : &targets);

@@ -31,8 +31,7 @@ from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.client import RendezvousClient
 
 # A chunk of a large list fills a slot. Larger ones do not fit into the cache; smaller ones need more rounds.
-_WORLD_SLOT_BYTES = 512 * 1024
-_GROUP_SLOT_BYTES = 256 * 1024  # a program may have many groups
+_GROUP_SLOT_BYTES = kernels.SLOT_BYTES // 2  # a program may have many groups
 _MESSAGE_CHECK_SECONDS = 50e-6  # how often a rank that waits in a collective moves its messages on
 
 
@@ -182,13 +181,13 @@ def offer(settings: WorldSettings) -> str:
             f"{place.local_world_size} of {place.world_size} ranks are on this host"
         )
     if place.rank == 0:  # for all
-        check_allocation(place.world_size * memory.part_bytes(place.world_size, _WORLD_SLOT_BYTES))
+        check_allocation(place.world_size * memory.part_bytes(place.world_size, kernels.SLOT_BYTES))
     return ""
 
 
 def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> ShmBackend:
     """Returns this rank's backend; see BackendModule, and share_memory for the errors."""
-    return _connect(client, group, _WORLD_SLOT_BYTES, settings.timeout_seconds, settings.collective_timeout_seconds)
+    return _connect(client, group, kernels.SLOT_BYTES, settings.timeout_seconds, settings.collective_timeout_seconds)
 
 
 def _connect(

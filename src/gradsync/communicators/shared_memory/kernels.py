@@ -34,9 +34,9 @@ __all__ = [
     "wait",
 ]
 
-#: The size of a slot, which a chunk of a large list fills. A chunk stays in the cache from its publication until its
-#: results are delivered; a smaller one needs more rounds, which cost less in C.
-SLOT_BYTES = 512 * 1024
+#: The size of a slot, which a chunk of a large list fills: one that stays in the cache from its publication until its
+#: results are delivered.
+SLOT_BYTES = 128 * 1024
 
 # The codes of _kernels.c.
 _OPS = {op: code for code, op in enumerate((ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX))}
