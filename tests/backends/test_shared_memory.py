@@ -178,7 +178,7 @@ def test_more_memory_than_there_is(comm, tmp_path):
     """Refused by the rank that makes it, and known to the other; nothing is left open."""
     comm.barrier()
     before = len(os.listdir("/proc/self/fd"))
-    with limited(resource.RLIMIT_FSIZE, 1 << 20), pytest.raises((gs.BackendUnavailable, gs.RankFailed)) as raised:
+    with limited(resource.RLIMIT_FSIZE, 1 << 16), pytest.raises((gs.BackendUnavailable, gs.RankFailed)) as raised:
         comm.split(0)
     (tmp_path / f"{type(raised.value).__name__} {comm.rank}").write_text(str(raised.value))
     del raised

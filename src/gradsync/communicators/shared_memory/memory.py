@@ -63,7 +63,7 @@ def _slots_begin(size: int) -> int:
 
 def _ring_bytes(size: int, slot_bytes: int) -> int:
     unit = PIECES * LINE_BYTES
-    return max(slot_bytes // max(size - 1, 1), _LEAST_RING_BYTES) // unit * unit
+    return max(4 * slot_bytes // max(size - 1, 1), _LEAST_RING_BYTES) // unit * unit
 
 
 def _spin_us(size: int) -> float:
