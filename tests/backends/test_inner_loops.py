@@ -392,7 +392,7 @@ def test_what_check_raises_ends_every_call_and_all_is_given_back():
         compiled.all_reduce(shared, arrays, arrays, 8, 0, 1.0, (1, 1, enough, "no function"))
 
 
-@pytest.mark.parametrize("pause", [1e300, 0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("pause", [1e300, 1e6, 0.0, -1.0, float("nan")])
 def test_a_signal_ends_a_wait_whatever_check_says(pause):
     shared = shared_by(2)[0]
 
@@ -499,8 +499,8 @@ WRONG = {
     ("all_gather", 2): BOUNDS,
     ("all_to_all", 0): [*NO_ARRAYS, "h"],
     ("all_to_all", 1): [*NO_ARRAYS, "h", "constant"],
-    ("all_to_all", 2): BOUNDS,
-    ("all_to_all", 3): BOUNDS,
+    ("all_to_all", 2): [*BOUNDS, [0, 10, 22]],
+    ("all_to_all", 3): [*BOUNDS, [0, 10, 22]],
     ("all_to_all", 4): [-1, 11, 2**70, None, -HUGE],
 }
 
@@ -531,6 +531,15 @@ def test_wrong_arguments_are_errors(name, place):
                     each.append(0)
         with pytest.raises(Enough):  # nothing is left behind
             call(shared, *map(made, GOOD[name]), its(enough))
+
+
+def test_bounds_of_other_ranks_need_to_be_right_too():
+    shared = shared_by(3)[0]
+    for wrong in ([0, 12, 8, 24], [0, 12, -5, 24], [0, 12, 25, 24], [0, 12, 24, 13]):
+        with pytest.raises(ValueError, match="ascend"):
+            compiled.all_gather(shared, bytearray(12), bytearray(24), wrong, its(enough))
+    with pytest.raises(Enough):
+        compiled.all_gather(shared, bytearray(12), bytearray(24), [0, 12, 24, 24], its(enough))
 
 
 def test_wrong_numbers_of_arguments_and_wrong_memory_are_errors():
