@@ -399,16 +399,17 @@ def test_a_signal_ends_a_wait_whatever_check_says(pause):
     def strike(*_):
         raise Enough
 
-    kept = signal.signal(signal.SIGALRM, strike)
+    kept = signal.signal(signal.SIGUSR1, strike)
+    timer = threading.Timer(0.05, signal.pthread_kill, [threading.main_thread().ident, signal.SIGUSR1])
     try:
         began = time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        timer.start()
         with pytest.raises(Enough):
             compiled.meet(shared, its(lambda: pause))
         assert time.monotonic() - began < 5
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, kept)
+        timer.join()
+        signal.signal(signal.SIGUSR1, kept)
 
 
 def test_a_long_call_that_never_waits_checks_too():
