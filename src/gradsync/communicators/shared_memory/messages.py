@@ -49,7 +49,11 @@ class Messages:
     @property
     def is_idle(self) -> bool:
         """Whether all messages that were started are over."""
-        return not any(queue.messages for queue in self._started)
+        # Not any(...): if Ctrl-C strikes at the end of its generator, Python drops the KeyboardInterrupt.
+        for queue in self._started:  # noqa: SIM110
+            if queue.messages:
+                return False
+        return True
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], awaited: Collection[Message], seconds: float | None
@@ -103,9 +107,9 @@ class Messages:
     def _are_over(self, awaited: Collection[Message]) -> bool:
         """Moves all messages on until those awaited are over, or that needs another rank. Returns whether they are."""
         while self.advance():
-            if awaited and all(message.is_over for message in awaited):
+            if awaited and _all_over(awaited):
                 break
-        return all(message.is_over for message in awaited)
+        return _all_over(awaited)
 
     def _wait(self, awaited: Collection[Message], seconds: float) -> None:
         began = time.monotonic()
@@ -172,3 +176,10 @@ class _Queue:
         if self.messages:
             self.post_next()
         message.end(error)
+
+
+def _all_over(messages: Collection[Message]) -> bool:
+    for message in messages:  # noqa: SIM110 - see is_idle
+        if not message.is_over:
+            return False
+    return True
