@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -424,7 +425,7 @@ class LoggedFuture(CollectiveFuture):
         return error
 
     def __del__(self) -> None:
-        if not self._was_read:
+        if not self._was_read and not sys.is_finalizing():
             self._work.when_done(partial(_log_unread, self.name, self._work))
 
 
