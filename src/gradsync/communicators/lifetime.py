@@ -268,6 +268,7 @@ class Lifetime:
             if self.messages is not None:
                 failure = self._failure
                 self.messages.end(failure if isinstance(failure, GradsyncError) else self._closed("a message"))
+            self._failure = None  # its traceback has frames, and they have arrays, and perhaps a callback of this group
 
     def _leave_group(self) -> None:
         """Closes the rendezvous client of a group, so that this rank leaves the group. The world's client stays open.
