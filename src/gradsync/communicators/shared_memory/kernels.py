@@ -36,7 +36,7 @@ __all__ = [
 
 #: The size of a slot, which a chunk of a large list fills: one that stays in the cache from its publication until its
 #: results are delivered.
-SLOT_BYTES = 128 * 1024
+SLOT_BYTES = 256 * 1024
 
 # The codes of _kernels.c.
 _OPS = {op: code for code, op in enumerate((ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX))}
