@@ -331,7 +331,7 @@ enum { BLOCK_BYTES = 8192 };
 typedef struct {
     Size item, wide;
     void (*take)(void *total, const void *values, Size n, double factor);
-    void (*join[5])(void *total, const void *values, Size n, double factor);
+    void (*join[5])(void *total, const void *first, const void *values, Size n, double factor);
     void (*give)(void *values, const void *total, Size n, int mean_of);
 } Dtype;
 
@@ -343,15 +343,17 @@ typedef struct {
 #define PLAIN_GIVE(NAME, T)                                                                                          \
     static void give_##NAME(void *values, const void *total, Size n, int mean_of) {                                  \
         (void)mean_of;                                                                                               \
-        memcpy(values, total, (size_t)n * sizeof(T));                                                                \
+        if (values != total) memcpy(values, total, (size_t)n * sizeof(T));                                           \
     }
+/* `total` may be `first` or `values`, and a result its total: each element is read before it is written. */
+#define EACH_BY_ITSELF _Pragma("GCC ivdep")
 #define JOIN(NAME, OP, T, VALUE)                                                                                     \
-    static void OP##_##NAME(void *total, const void *values, Size n, double factor) {                                \
+    static void OP##_##NAME(void *total, const void *first, const void *values, Size n, double factor) {             \
         (void)factor;                                                                                                \
-        T *restrict t = total;                                                                                       \
-        const T *restrict v = values;                                                                                \
-        for (Size i = 0; i < n; i++) {                                                                               \
-            const T a = t[i], b = v[i];                                                                              \
+        T *t = total;                                                                                                \
+        const T *f = first, *v = values;                                                                             \
+        EACH_BY_ITSELF for (Size i = 0; i < n; i++) {                                                                \
+            const T a = f[i], b = v[i];                                                                              \
             t[i] = (T)(VALUE);                                                                                       \
         }                                                                                                            \
     }
@@ -388,25 +390,25 @@ INTEGER(uint64, uint64_t, uint64_t)
         else                                                                                                         \
             for (Size i = 0; i < n; i++) t[i] = v[i] * f;                                                            \
     }                                                                                                                \
-    static void sum_##NAME(void *total, const void *values, Size n, double factor) {                                 \
-        T *restrict t = total;                                                                                       \
-        const T *restrict v = values;                                                                                \
+    static void sum_##NAME(void *total, const void *first, const void *values, Size n, double factor) {              \
+        T *t = total;                                                                                                \
+        const T *a = first, *v = values;                                                                             \
         const T f = (T)factor;                                                                                       \
         if (f == (T)1)                                                                                               \
-            for (Size i = 0; i < n; i++) t[i] = t[i] + v[i];                                                         \
+            EACH_BY_ITSELF for (Size i = 0; i < n; i++) t[i] = a[i] + v[i];                                          \
         else                                                                                                         \
-            for (Size i = 0; i < n; i++) t[i] = t[i] + v[i] * f;                                                     \
+            EACH_BY_ITSELF for (Size i = 0; i < n; i++) t[i] = a[i] + v[i] * f;                                      \
     }                                                                                                                \
     static void give_##NAME(void *values, const void *total, Size n, int mean_of) {                                  \
-        T *restrict v = values;                                                                                      \
-        const T *restrict t = total;                                                                                 \
+        T *v = values;                                                                                               \
+        const T *t = total;                                                                                          \
         const T count = (T)mean_of, inverse = (T)1 / count;                                                          \
-        if (mean_of == 1)                                                                                            \
-            memcpy(v, t, (size_t)n * sizeof(T));                                                                     \
-        else if ((mean_of & (mean_of - 1)) == 0)                                                                     \
-            for (Size i = 0; i < n; i++) v[i] = t[i] * inverse;                                                      \
+        if (mean_of == 1) {                                                                                          \
+            if (values != total) memcpy(v, t, (size_t)n * sizeof(T));                                                \
+        } else if ((mean_of & (mean_of - 1)) == 0)                                                                   \
+            EACH_BY_ITSELF for (Size i = 0; i < n; i++) v[i] = t[i] * inverse;                                       \
         else                                                                                                         \
-            for (Size i = 0; i < n; i++) v[i] = t[i] / count;                                                        \
+            EACH_BY_ITSELF for (Size i = 0; i < n; i++) v[i] = t[i] / count;                                         \
     }
 /* NaN wins, as in NumPy. */
 #define FLOAT(NAME, T)                                                                                               \
@@ -420,12 +422,12 @@ FLOAT(float64, double)
 
 /* Complex numbers are added as their parts, which the rows of float32 and float64 do. */
 #define COMPLEX_PRODUCT(NAME, T)                                                                                     \
-    static void prod_##NAME(void *total, const void *values, Size n, double factor) {                                \
+    static void prod_##NAME(void *total, const void *first, const void *values, Size n, double factor) {             \
         (void)factor;                                                                                                \
-        T *restrict t = total;                                                                                       \
-        const T *restrict v = values;                                                                                \
+        T *t = total;                                                                                                \
+        const T *f = first, *v = values;                                                                             \
         for (Size i = 0; i < 2 * n; i += 2) {                                                                        \
-            const T re = t[i] * v[i] - t[i + 1] * v[i + 1], im = t[i] * v[i + 1] + t[i + 1] * v[i];                   \
+            const T re = f[i] * v[i] - f[i + 1] * v[i + 1], im = f[i] * v[i + 1] + f[i + 1] * v[i];                  \
             t[i] = re;                                                                                               \
             t[i + 1] = im;                                                                                           \
         }                                                                                                            \
@@ -486,19 +488,22 @@ static inline uint16_t narrow_float16(float value) {
         if (f != 1.0f)                                                                                               \
             for (Size i = 0; i < n; i++) t[i] *= f;                                                                  \
     }                                                                                                                \
-    static void sum_##NAME(void *total, const void *values, Size n, double factor) {                                 \
+    static void sum_##NAME(void *total, const void *first, const void *values, Size n, double factor) {              \
+        (void)first; /* the total */                                                                                 \
         float *restrict t = total;                                                                                   \
         const uint16_t *restrict v = values;                                                                         \
         const float f = (float)factor;                                                                               \
         for (Size i = 0; i < n; i++) t[i] = t[i] + widen_##NAME(v[i]) * f;                                           \
     }                                                                                                                \
-    static void prod_##NAME(void *total, const void *values, Size n, double factor) {                                \
+    static void prod_##NAME(void *total, const void *first, const void *values, Size n, double factor) {             \
+        (void)first; /* the total */                                                                                 \
         (void)factor;                                                                                                \
         float *restrict t = total;                                                                                   \
         const uint16_t *restrict v = values;                                                                         \
         for (Size i = 0; i < n; i++) t[i] = t[i] * widen_##NAME(v[i]);                                               \
     }                                                                                                                \
-    static void min_##NAME(void *total, const void *values, Size n, double factor) {                                 \
+    static void min_##NAME(void *total, const void *first, const void *values, Size n, double factor) {              \
+        (void)first; /* the total */                                                                                 \
         (void)factor;                                                                                                \
         float *restrict t = total;                                                                                   \
         const uint16_t *restrict v = values;                                                                         \
@@ -507,7 +512,8 @@ static inline uint16_t narrow_float16(float value) {
             t[i] = (a < b) | (a != a) ? a : b;                                                                       \
         }                                                                                                            \
     }                                                                                                                \
-    static void max_##NAME(void *total, const void *values, Size n, double factor) {                                 \
+    static void max_##NAME(void *total, const void *first, const void *values, Size n, double factor) {              \
+        (void)first; /* the total */                                                                                 \
         (void)factor;                                                                                                \
         float *restrict t = total;                                                                                   \
         const uint16_t *restrict v = values;                                                                         \
@@ -568,17 +574,25 @@ static int begin_reduction(Reduction *reduction, Memory *m, long code, long op, 
     return 0;
 }
 
-/* Reduces the next `bytes` values of all ranks, at most a block, to `out`. */
+/* Reduces the next `bytes` values of all ranks, at most a block, to `out`, where this rank's own values may be. */
 static void reduce_block(Reduction *reduction, char *out, Size bytes) {
-    _Alignas(64) char total[2 * BLOCK_BYTES];
+    _Alignas(64) char wide[2 * BLOCK_BYTES];
     const Dtype *dtype = reduction->dtype;
     struct Values *values = reduction->values;
     const Size n = bytes / dtype->item;
-    dtype->take(total, values[0].at, n, values[0].factor);
-    for (int rank = 1; rank < reduction->size; rank++)
-        dtype->join[reduction->op](total, values[rank].at, n, values[rank].factor);
+    void *total = wide;
+    int rank = 1;
+    if (reduction->size > 1 && dtype->wide == dtype->item && values[0].factor == 1.0) { /* two ranks in one pass */
+        if (reduction->size == 2) total = out;
+        dtype->join[reduction->op](total, values[0].at, values[1].at, n, values[1].factor);
+        rank = 2;
+    } else {
+        dtype->take(total, values[0].at, n, values[0].factor);
+    }
+    for (; rank < reduction->size; rank++)
+        dtype->join[reduction->op](total, total, values[rank].at, n, values[rank].factor);
     dtype->give(out, total, n, reduction->mean_of);
-    for (int rank = 0; rank < reduction->size; rank++) values[rank].at += bytes;
+    for (rank = 0; rank < reduction->size; rank++) values[rank].at += bytes;
 }
 
 /* Whether values of the user's can be computed with where they are: arrays may begin at any byte. */
@@ -587,6 +601,21 @@ static inline bool is_aligned(const Reduction *reduction, const char *values) {
 }
 
 /* -- all_reduce ---------------------------------------------------------------------------------------------------- */
+
+/* Reduces the next block to a place in the targets: there at once if it is one run of memory, else by way of `block`.
+   Returns where the results are. */
+static const char *reduce_to(Place *place, Reduction *reduction, char *block, Size bytes) {
+    const Place before = *place;
+    char *target;
+    if (run_from(place, &target, bytes) == bytes && is_aligned(reduction, target)) {
+        reduce_block(reduction, target, bytes);
+        return target;
+    }
+    *place = before;
+    reduce_block(reduction, block, bytes);
+    unpack(place, block, bytes);
+    return block;
+}
 
 static void take_factors(Reduction *reduction, Memory *m) {
     for (int rank = 0; rank < m->size; rank++) reduction->values[rank].factor = factor_of(m, rank);
@@ -609,9 +638,7 @@ static int all_reduce_small(Call *call, Reduction *reduction, const List *source
     for (int rank = 0; rank < m->size; rank++) reduction->values[rank].at = slot(m, rank, round);
     for (Size done = 0; done < sources->bytes; done += BLOCK_BYTES) {
         _Alignas(64) char block[BLOCK_BYTES];
-        const Size bytes = sources->bytes - done < BLOCK_BYTES ? sources->bytes - done : BLOCK_BYTES;
-        reduce_block(reduction, block, bytes);
-        unpack(&to, block, bytes);
+        reduce_to(&to, reduction, block, sources->bytes - done < BLOCK_BYTES ? sources->bytes - done : BLOCK_BYTES);
     }
     return end_phase(call, "reducing");
 }
@@ -669,10 +696,9 @@ static int all_reduce_large(Call *call, Reduction *reduction, const List *source
                 }
                 for (int rank = 0; rank < m->size; rank++)
                     reduction->values[rank].at = rank == m->rank ? values : slot(m, rank, round) + done;
-                reduce_block(reduction, block, bytes_here); /* it gives the block when it has taken all values */
-                unpack(&reduced, block, bytes_here);
+                const char *results = reduce_to(&reduced, reduction, block, bytes_here);
                 for (int rank = 0; rank < m->size; rank++)
-                    if (rank != m->rank) memcpy(slot(m, rank, round) + done, block, (size_t)bytes_here);
+                    if (rank != m->rank) memcpy(slot(m, rank, round) + done, results, (size_t)bytes_here);
             }
             skip(&own, bytes - high);
             skip(&reduced, bytes - high);
