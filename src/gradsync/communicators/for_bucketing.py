@@ -1,6 +1,6 @@
 """What gradient bucketing asks of a communicator: run a list, exchange numbers, compare. Nothing else of it is used.
 
-The arguments are not checked, because bucketing has checked them. The public collectives are in communicator.py.
+The arguments are not checked, because bucketing has checked them. The public collectives are in collectives.py.
 """
 
 from __future__ import annotations

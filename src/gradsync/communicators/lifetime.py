@@ -69,9 +69,7 @@ class Lifetime:
         self.is_inherited = False
         self.messages: Messages | None = None
         self._failure: BaseException | None = None  # the first one: it has ended the communicator
-        self._unraised: BaseException | None = (
-            None  # the same, if it was found outside of a collective: for the next call
-        )
+        self._unraised: BaseException | None = None  # the same, if found outside of a collective: for the next call
         with _registering:
             _of_this_process.add(self)
 

@@ -651,7 +651,7 @@ static void slice_of(const Memory *m, int rank, Size bytes, Size *low, Size *hig
     *high = end < bytes && rank + 1 < m->size ? end : bytes;
 }
 
-/* A large list, in chunks; see _in_chunks in plain.py. */
+/* A large list, in chunks; see _reduce_chunks in plain.py. */
 static int all_reduce_large(Call *call, Reduction *reduction, const List *sources, const List *targets) {
     Memory *m = call->m;
     const Size length = m->slot_bytes, total = sources->bytes, chunks = (total + length - 1) / length;

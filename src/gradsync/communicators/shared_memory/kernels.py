@@ -16,14 +16,13 @@ from gradsync.communicators.backend import Bounds
 from gradsync.communicators.shared_memory import plain
 from gradsync.communicators.shared_memory.compiled import compiled
 from gradsync.communicators.shared_memory.memory import Shared
-from gradsync.communicators.shared_memory.plain import Call, Check, DigestsDiffer, wait
+from gradsync.communicators.shared_memory.plain import Call, DigestsDiffer, wait
 from gradsync.diagnostics import trace
 from gradsync.reduction import Array, ReduceOp
 
 __all__ = [
     "SLOT_BYTES",
     "Call",
-    "Check",
     "DigestsDiffer",
     "all_gather",
     "all_reduce",

@@ -22,7 +22,7 @@ import numpy as np
 from gradsync.communicators.agreement import LayoutsDiffer
 from gradsync.communicators.backend import Bounds, largest_part
 from gradsync.communicators.shared_memory.memory import ABORTED, ARRIVED, DIGEST, FACTOR, LAYOUT, LINE_BYTES, Shared
-from gradsync.reduction import Array, Reduce, ReduceOp, accumulation_dtype, divide_into, part_dtype, reduction_of
+from gradsync.reduction import Array, Reduce, ReduceOp, accumulation_dtype, part_dtype, reduce_into, reduction_of
 
 Check = Callable[[], float]
 #: The elements [begin, end) of the array of this number in a list: (number, begin, end).
@@ -199,12 +199,8 @@ def _reduce_products(op: ReduceOp, factors: Sequence[float], contributions: Sequ
         contribution.view(part).astype(wide) * wide.type(factor)
         for contribution, factor in zip(contributions, factors, strict=True)
     ]
-    total = products[0]
-    for product in products[1:]:
-        total += product
-    if op is ReduceOp.MEAN:
-        divide_into(total, len(factors), total)
-    out.view(part)[...] = total
+    reduce_into(op, products, products[0])
+    out.view(part)[...] = products[0]
 
 
 class Chunk(NamedTuple):
