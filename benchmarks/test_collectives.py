@@ -23,6 +23,13 @@ def test_all_reduce(compare: Compare, size: str) -> None:
     measure(compare, f"all_reduce: {size}", "all_reduce", SIZES[size])
 
 
+@pytest.mark.parametrize("size", ["4 KB", "64 KB", "1 MB", "16 MB"])
+@pytest.mark.parametrize("ranks", [4, 8])
+@contenders("gradsync", "mpi4py")
+def test_all_reduce_of_more_ranks(compare: Compare, ranks: int, size: str) -> None:
+    measure(compare, f"{ranks} ranks: all_reduce {size}", "all_reduce", SIZES[size], ranks)
+
+
 @pytest.mark.parametrize("size", ["64 KB", "1 MB", "16 MB"])
 @pytest.mark.parametrize("collective", ["broadcast", "all_gather", "reduce_scatter", "all_to_all"])
 @contenders("gradsync", "gloo", "mpi4py")
@@ -36,10 +43,10 @@ def test_start_of_a_model(compare: Compare, model: str) -> None:
     compare(f"parameters from rank 0: {models.name_of(model)}", parameters_from_rank_0, gradients, rounds=8)
 
 
-def measure(compare: Compare, name: str, collective: str, size: int) -> None:
+def measure(compare: Compare, name: str, collective: str, size: int, ranks: int | None = None) -> None:
     # A round of a few microseconds would say more about the barrier before it.
     calls = max(1, min(MOST_CALLS, ROUND_BYTES // size))
-    compare(name, step, collective, SIZES["256 B"] if compare.disabled else size, calls=calls)
+    compare(name, step, collective, SIZES["256 B"] if compare.disabled else size, calls=calls, ranks=ranks)
 
 
 def step(contender: str, collective: str, size: int) -> Step:
