@@ -11,11 +11,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import pytest
 
+import gradsync as gs
+import systems
 from compare import Compare, contenders
 from gradsync.machine import BLAS_VARIABLES, usable_cores
 from systems import Step
@@ -102,3 +106,40 @@ def test_script(compare: Compare, request: pytest.FixtureRequest) -> None:
         pytest.skip("times a script of yours: --script train.py")
     row = f"whole script: {Path(script).name}"
     compare(row, whole_script, script, ranks=0, rounds=3, warm_up=1, closing=speed_up(script))
+
+
+def step_of_gpt2(contender: str, *, few: bool) -> Step:
+    """Returns a step of GPT-2 small, with random weights, in the loop of examples/torch_loop.py or under DDP."""
+    try:
+        import torch
+        from transformers import GPT2Config, GPT2LMHeadModel
+    except ImportError:
+        raise systems.Absent(f"{systems.NO_TORCH}; then pip install transformers") from None
+    from torch_loop import synchronise
+
+    torch.set_num_threads(1)
+    torch.manual_seed(systems.comm().rank)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=12, vocab_size=100) if few else GPT2Config())
+    tokens = torch.randint(model.config.vocab_size, (1, 64))  # each rank has its own
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if contender == "DDP":
+        systems.gloo()
+        called, backward = torch.nn.parallel.DistributedDataParallel(model), nullcontext
+    else:
+        called, backward = model, synchronise(model).backward
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = called(tokens, labels=tokens).loss
+        with backward():
+            loss.backward()
+        optimizer.step()
+
+    step()
+    gs.check_consistency({name: value.numpy() for name, value in model.state_dict().items()})
+    return step
+
+
+@contenders("gradsync", "DDP")
+def test_step_of_gpt2(compare: Compare) -> None:
+    compare("a step in PyTorch: GPT-2 small", partial(step_of_gpt2, few=compare.disabled), rounds=8, warm_up=2)
