@@ -194,6 +194,12 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     help="Directory for a Chrome trace of each rank, and of all ranks: when a rank packed, waited and reduced. At the "
     "end gradsync prints where a step's time went, and which rank the others waited for most.",
 )
+@click.option(
+    "--debug",
+    is_flag=True,
+    help="With NCCL: compare every collective and message between the ranks before it is launched. This is slow, and "
+    "finds which ranks differ where a job hangs.",
+)
 @click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import arrays_of
-from gradsync.communicators.host_arrays import digest_of_values
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument, PlanMismatch
 from gradsync.reduction import Array
@@ -79,7 +78,7 @@ def _named(named_arrays: Any, communicator: Communicator) -> dict[str, Array]:
 
 
 def _fingerprint_of(native: Array, communicator: Communicator) -> _Fingerprint:
-    return _Fingerprint(native.shape, str(native.dtype), digest_of_values(arrays_of(communicator), native))
+    return _Fingerprint(native.shape, str(native.dtype), arrays_of(communicator).digest(native))
 
 
 def _difference(

@@ -160,6 +160,7 @@ BACKEND = Variable("GRADSYNC_BACKEND", _backend, "auto")
 ALLOW_SHARED_GPU = Variable("GRADSYNC_ALLOW_SHARED_GPU", _switch, False)
 SECRET = Variable("GRADSYNC_SECRET", parse_secret, None)  # read once, and removed from the environment
 SECRET_FILE = Variable("GRADSYNC_SECRET_FILE", _secret_of_file, None)
+DEBUG = Variable("GRADSYNC_DEBUG", _switch, False)  # over NCCL the ranks compare everything before it is launched
 PLAIN_KERNELS = Variable("GRADSYNC_PLAIN_KERNELS", _switch, False)
 #: Overrides the script's value, for example under a debugger.
 COLLECTIVE_TIMEOUT_SECONDS = Variable("GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS", _seconds, None)

@@ -82,16 +82,20 @@ class PlanMismatch(GradsyncError, RuntimeError):
     """The ranks disagree on the next collective, or two ranks disagree on a message between them.
 
     gs.check_consistency() also raises this error, for arrays that differ. Every rank of the collective, or of the
-    message, raises this error. gradsync has moved no data of this collective, and the communicator stays usable.
+    message, raises this error. gradsync has moved no data of this collective, and the communicator stays usable; but
+    see `broken`.
 
     Attributes:
         descriptions: a description of each rank's collective in words, by rank.
         places: the line of code that called the collective, by rank, such as "train.py:41 in step". For an asynchronous
             collective, the place is the line that submitted the collective.
+        broken: whether the ranks found it after a launch, which only NCCL does: values are wrong, and the communicator
+            has ended.
     """
 
     descriptions: Mapping[int, str] = {}
     places: Mapping[int, str] = {}
+    broken: bool = False
 
 
 class MissingGradient(PlanMismatch):

@@ -15,7 +15,6 @@ _ADD_UP = "add gradients up in arrays of your own, and hand over each sum once"
 _UNEVEN = "with sync.backward(weight=len(batch)): a rank without a batch passes 0 (docs/uneven.md)"
 _SIZES = "pass the number of rows of each rank; comm.all_gather(np.array([len(array)])) gives this list"
 _REPORT = "the launcher's report shows where each rank is, and print(comm.recorder) the last collectives"
-_COMPARED = "leave it out: the ranks compare every collective before data moves, on every backend"
 _BENCH = "examples/threshold.py finds a threshold; in a clone of gradsync, `pytest benchmarks/` measures all else"
 _TRACE = "gradsync run --trace DIR writes a Chrome trace that https://ui.perfetto.dev opens"
 
@@ -36,7 +35,7 @@ REMOVED: dict[str, dict[str, str]] = {
         "filled": "sync.results() has all results of the step, also those of gradients that this rank lacked",
         "dump_shapes": "two lines of Python write the shapes: examples/threshold.py shows them",
     },
-    "init_process_group": {"debug": _COMPARED},
+    "init_process_group": {"debug": "set GRADSYNC_DEBUG=1, or start with `gradsync run --debug`"},
     "all_gather": {"sizes='ask'": _SIZES},
     "gather": {"sizes='ask'": _SIZES},
     "gradsync": {
@@ -53,13 +52,11 @@ REMOVED: dict[str, dict[str, str]] = {
         "--join-timeout": "init_process_group(timeout_seconds=...) limits the wait for other machines",
         "--node-address": "leave it out: only the address of node 0 matters, and that is in --rendezvous",
         "--dump-dir": _REPORT,
-        "--debug": _COMPARED,
     },
     "gradsync (variables)": {
         "GRADSYNC_STATE_DIR": "choose a directory yourself, and pass it to your script",
         "GRADSYNC_DUMP_DIR": _REPORT,
         "GRADSYNC_START": "unset it",
-        "GRADSYNC_DEBUG": _COMPARED,
     },
 }
 

@@ -7,6 +7,11 @@
 #define __device__
 #define __builtin_assume(condition) static_cast<void>(0)
 
+template <typename Number>
+void atomicAdd(Number* sum, Number value) {
+    *sum += value;
+}
+
 struct Index {
     unsigned x;
 };

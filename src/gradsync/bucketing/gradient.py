@@ -14,9 +14,9 @@ from gradsync.bucketing.options import Options
 from gradsync.communicators.agreement import array_text
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import arrays_of, native_array
-from gradsync.communicators.host_arrays import ArrayKind, digest_of_values
+from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import InvalidArgument, UnsupportedDtype, shown
-from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, check_operation, dtype_name, dtype_of
+from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, dtype_name, dtype_of
 
 PLAIN_NAMES = (str, int)  # the types of nearly all names; such a name is its own key
 _ARRAY = object()  # in the keys of arrays
@@ -95,7 +95,7 @@ def name_of(param: Any, communicator: Communicator) -> str:
 def name_of_array(param: Any, communicator: Communicator) -> str:
     """Returns the name of a parameter that is an array: its shape, dtype and bytes at its first use."""
     native = native_array(communicator, param, "an array as a gradient's name")
-    digest = digest_of_values(arrays_of(communicator), native)
+    digest = arrays_of(communicator).digest(native)
     return f"array of {array_text(dtype_name(native.dtype), native.shape)} with digest {digest:016x}"
 
 
@@ -132,7 +132,7 @@ def accept(name: str, grad: Any, communicator: Communicator, options: Options) -
             "say that it can be written to, so the result would not be in it: hand over a NumPy view or a copy of it"
         )
     try:
-        options.check_dtype(native.dtype)
+        options.check_dtype(native.dtype, arrays_of(communicator))
     except UnsupportedDtype as error:
         advice = ""
         if options.op is ReduceOp.MEAN and ReduceOp.SUM in OPERATIONS_BY_DTYPE.get(dtype_name(native.dtype), ()):
@@ -262,5 +262,5 @@ def _known_of(param: Any, of: Any, position: int, op: ReduceOp, communicator: Co
             f"{communicator.label}: AllreduceCallback needs an array or (shape, dtype), such as ((3,), 'float32'), for "
             f"parameter {name}, got {of!r}: {error}"
         ) from error
-    check_operation(op, dtype)
+    arrays_of(communicator).check_operation(op, np.dtype(dtype))
     return known(param, name, shape, np.dtype(dtype))

@@ -10,8 +10,9 @@ import numpy as np
 
 from gradsync.arguments import check_integer, is_number
 from gradsync.bucketing.values import POLICIES
+from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import InvalidArgument, UnsupportedDtype
-from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp, check_operation, dtype_name
+from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp, dtype_name
 
 CHECK_EVERY = 1000  # steps: the digests then cost less than 0.1 % of them
 
@@ -79,7 +80,7 @@ class Options:
             settings["diverged"] = f'"{self.diverged}"'
         return settings
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+    def check_dtype(self, dtype: np.dtype[Any], arrays: ArrayKind) -> None:
         """Refuses gradients of a dtype that cannot be reduced with these options.
 
         Raises:
@@ -87,7 +88,7 @@ class Options:
         """
         if dtype in self._accepted:
             return
-        check_operation(self.op, dtype)
+        arrays.check_operation(self.op, dtype)
         name = dtype_name(dtype)
         if self.clip_norm not in (None, math.inf) and ReduceOp.MEAN not in OPERATIONS_BY_DTYPE[name]:
             raise UnsupportedDtype(

@@ -62,7 +62,10 @@ from gradsync.communicators.for_bucketing import (
     mark_work,
     reduce_list,
     runs_beside_host,
+    share_weight,
+    stray,
     timeout_seconds,
+    verify,
 )
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.diagnostics import trace
@@ -169,6 +172,7 @@ class Step:
         self._is_fixed = options.parameters is not None
         self._memory: BucketMemory | None = None
         self._plan: _Plan | None = None  # None: the gradients look different from those of the last step
+        self._is_launched_by: bool | None = None  # on a GPU: whether the plan that the ranks agreed on has weights
         self._results: dict[Hashable, Any] | None = {}  # of the last step; None within a backward pass
         self._results_end: Work = DONE
         self._is_busy = False
@@ -189,8 +193,9 @@ class Step:
         self._launched: list[Work] = []  # of the buckets that have been reduced, or launched on a GPU
         self._marks: set[Any] = set()  # on a GPU: of the work that makes the gradients, one for each stream
         self._overlaps = OverlapCheck()
-        self._factor: tuple[ReduceOp, float] | None = None
+        self._factor: tuple[ReduceOp, Any] | None = None
         self._total_weight: float | None = None
+        self._shared_weight: tuple[Work, Array] | None = None  # on a GPU: adds up all weights, and where they are then
 
     # -- Before a step ------------------------------------------------------------------------------------------------
 
@@ -226,6 +231,7 @@ class Step:
     def _take_up(self, communicator: Communicator) -> None:
         options = self._options
         self._plan, self._memory, self._results, self._results_end = None, None, {}, DONE
+        self._is_launched_by = None
         self._known = {}
         self._divergence = Divergence(options.check_every, options.diverged == "raise", communicator)
         self.unread = None
@@ -247,6 +253,7 @@ class Step:
         if hook is not None:  # which may use the results itself
             self._stop_watching()
         self._events.change_settings(self._options.settings() | ({} if hook is None else {"hook": ""}))
+        self._is_launched_by = None
         self._plan = self._plan_of(list(self._known)) if self._is_fixed and self._known else None
 
     def live_in_buckets(self, communicator: Communicator) -> Mapping[Hashable, Array]:
@@ -503,6 +510,8 @@ class Step:
         self._check_overlaps(communicator)
         self._fill_missing(communicator)
         plan = self._planned()
+        if beside_host:
+            self._agree_before_launches(plan, communicator)
         self._compare_parameters(plan)
         op, factor = self._agreed_factor(communicator)
         if self._total_weight == 0.0:
@@ -519,28 +528,55 @@ class Step:
                 f"{communicator.label}: a gradient was handed over while flush() was running: use a callback in one "
                 "thread at a time"
             )
+        if self._shared_weight is not None:
+            work, total = self._shared_weight
+            work.wait()
+            self._total_weight = float(total[0])
+            if self._total_weight == 0.0:
+                return DONE
         self._look_at_values(plan, communicator)
+        if beside_host and self._is_fixed and communicator.world_size > 1:
+            return verify(communicator, self._events.of("comparison of what was launched"))
         if beside_host and (self._hook is not None or self._options.clip_norm is not None):
             return mark_end(communicator)  # what they have written on the current stream is the result
         return self._launched[-1] if self._launched else DONE
 
+    def _agree_before_launches(self, plan: _Plan, communicator: Communicator) -> None:
+        """On a GPU, before the first bucket of a step: all ranks compare the step, or know that it is the plan.
+
+        With `parameters=` the plan is compared once. What was launched is compared at the end of each step, on the
+        device, and the verdict on the last step is awaited here.
+        """
+        if self._launched:
+            return
+        if self._is_fixed:
+            self._results_end.wait()
+        if not self._is_fixed or self._is_launched_by is not (self._weight is not None):
+            whole = plan.agreements[self._weight is not None][0]
+            compare(communicator, whole._replace(summarise=None))
+            self._is_launched_by = self._weight is not None
+
     def _reduce_bucket(
-        self, bucket: Bucket, plan: _Plan, communicator: Communicator, op: ReduceOp, factor: float
+        self, bucket: Bucket, plan: _Plan, communicator: Communicator, op: ReduceOp, factor: Any
     ) -> Work:
         """Reduces one bucket; returns what a GPU still has to do."""
         agreement = plan.agreements[self._weight is not None][bucket.number]
         natives, targets = self._arrays_of(bucket, communicator)
+        beside_host = runs_beside_host(communicator)
         self.statistics.all_reduces += 1
         self.statistics.bytes_all_reduced += bucket.size_bytes
         if self._hook is None:
             return reduce_list(communicator, natives, op, agreement, factor=factor, targets=targets, after=self._marks)
         if bucket.number == 0:
-            compare(communicator, agreement)
+            if not beside_host:
+                compare(communicator, agreement)
             follow_work(communicator, self._marks)
         arrays, flats = arrays_of(communicator), natives
         if targets is not None:
             flats = flats_of(communicator, natives, targets)
-        if factor != 1.0:
+        if self._shared_weight is not None:
+            self._shared_weight[0].order()
+        if self._shared_weight is not None or factor != 1.0:
             arrays.multiply_in_place(flats, factor)
         run_hook(self._hook, bucket, flats, communicator, op.value)
         for flat, target in zip(flats, targets or (), strict=False):
@@ -604,10 +640,10 @@ class Step:
         if self._is_fixed and self._options.missing == "error" and self._weight != 0.0:
             assert self._plan is not None
             names = [self._known[key].name for key in lacking]
-            compare(
-                communicator,
-                self._events.of_step(self._plan.buckets, names, weighted=self._weight is not None),
-            )
+            agreement = self._events.of_step(self._plan.buckets, names, weighted=self._weight is not None)
+            if runs_beside_host(communicator) and communicator.world_size > 1 and self._is_launched_by is not None:
+                raise stray(communicator, agreement)  # the others may have launched their buckets
+            compare(communicator, agreement)
             raise MissingGradient(
                 f"{communicator.label}: no rank has handed over a gradient for {list_of_names(names)}: hand over one "
                 'for each parameter, or use AllreduceCallback(parameters=..., missing="zero")'
@@ -634,11 +670,18 @@ class Step:
             else:
                 arrays.zero(native)
 
-    def _agreed_factor(self, communicator: Communicator) -> tuple[ReduceOp, float]:
-        """Returns the operator, and the factor of this rank's values; the ranks exchange their weights."""
+    def _agreed_factor(self, communicator: Communicator) -> tuple[ReduceOp, Any]:
+        """Returns the operator, and the factor of this rank's values; the ranks exchange their weights.
+
+        On a GPU they do so on the device, and the factor is there; the host learns the sum at the end of the step.
+        """
         if self._weight is None:
             return self._options.op, 1.0
-        if self._factor is None:
+        if self._factor is None and runs_beside_host(communicator):
+            agreement = self._events.of_weights(self._planned().agreements[True][0])
+            factor, work, total = share_weight(communicator, self._weight, agreement)
+            self._factor, self._shared_weight = (ReduceOp.SUM, factor), (work, total)
+        elif self._factor is None:
             agreement = self._events.of_weights(self._planned().agreements[True][0])
             rows = exchange_numbers(communicator, "backward(weight=)", [bits_of(self._weight)], agreement)
             weights = [number_of(bits) for [bits] in rows]
@@ -681,6 +724,7 @@ class Step:
             began = time.perf_counter()
             try:
                 self._is_busy = True
+                self._agree_before_launches(plan, communicator)
                 self._compare_parameters(plan)
                 op, factor = self._agreed_factor(communicator)
                 if self._total_weight == 0.0:

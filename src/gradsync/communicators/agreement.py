@@ -221,19 +221,26 @@ _SAME_VALUES = (
 )
 
 
-def mismatch(label: str, agreement: Agreement, descriptions: Mapping[int, Description]) -> PlanMismatch:
+def mismatch(
+    label: str, agreement: Agreement, descriptions: Mapping[int, Description], *, broken: bool = False
+) -> PlanMismatch:
     """Returns the error that the ranks raise if they disagree on a collective, or if two ranks disagree on a message.
 
     Args:
         label: this rank's name in errors, e.g. "rank 0/2".
         agreement: the Agreement that describes this rank's collective.
         descriptions: the description of each rank.
+        broken: whether the ranks found it after a launch.
     """
     by_rank = dict(sorted(descriptions.items()))
     who, what = "the ranks", "the next collective"
     if agreement.is_message:
         who, what = name_ranks(list(by_rank)), "the message between them"
     shown = [f"{label}: {who} disagree on {what}; no data was moved:"]
+    if broken:
+        shown = [
+            f"{label}: the ranks have launched different collectives, so that values are wrong on some or all ranks:"
+        ]
     shown += [f"  rank {rank}: {described}" for rank, described in by_rank.items()]
     alike = _first_difference([described.lines for described in by_rank.values()])
     differing = {rank: described.lines[alike:] for rank, described in by_rank.items()}
@@ -247,6 +254,7 @@ def mismatch(label: str, agreement: Agreement, descriptions: Mapping[int, Descri
         "\n".join(shown),
         descriptions={rank: "\n".join([by_rank[rank].headline, *lines]) for rank, lines in differing.items()},
         places={rank: place for rank, place in places.items() if place},
+        broken=broken,
     )
 
 

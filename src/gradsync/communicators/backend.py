@@ -4,11 +4,12 @@ A `Communicator` checks all arguments before it calls its Backend, so a backend 
 are flat: 1-D, contiguous and on the backend's device. Collectives that do no arithmetic get them as bytes (uint8).
 docs/architecture.md shows how to write a backend.
 
-The collectives take an Agreement. Before a target changes, they compare its digest and its layout between the ranks. If
-the digests differ, they raise PlanMismatch on every rank (`exchange_mismatch` in failures.py); if only the layouts
-differ, LayoutsDiffer (agreement.py). Every other failure ends the communicator, and the values of the targets are then
-undefined. Each wait checks for failures and has a deadline (`FailureMonitor` in failures.py), and moves on all messages
-that have been started.
+The collectives take an Agreement. On the CPU, before a target changes, they compare its digest and its layout between
+the ranks. If the digests differ, they raise PlanMismatch on every rank (`exchange_mismatch` in failures.py); if only
+the layouts differ, LayoutsDiffer (agreement.py). On a GPU all layouts are C order, and who needs a comparison calls
+`compare` before, or `verify` afterwards. Every other failure ends the communicator, and the values of the targets are
+then undefined. Each wait checks for failures and has a deadline (`FailureMonitor` in failures.py), and moves on all
+messages that have been started.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.diagnostics import FlightRecorder
-from gradsync.errors import InvalidArgument, shown
+from gradsync.errors import InvalidArgument, PlanMismatch, shown
 from gradsync.futures import Work
 from gradsync.reduction import Array, ReduceOp
 
@@ -147,7 +148,7 @@ class Backend(ABC):
         targets: Sequence[Array],
         op: ReduceOp,
         agreement: Agreement,
-        factor: float = 1.0,
+        factor: Any = 1.0,
     ) -> None:
         """Reduces each source over all ranks, and writes the result to the target with the same index.
 
@@ -160,7 +161,7 @@ class Backend(ABC):
             agreement: see above. If the ranks differ in its layout only, the method raises LayoutsDiffer on every rank.
             factor: multiplies this rank's values before they are reduced; each rank has its own. Where it is not 1, the
                 op is sum or mean, the dtype is floating or complex, and the sources may be overwritten once the ranks
-                have agreed.
+                have agreed. A number; on a GPU also what share_weight() has returned.
         """
 
     @abstractmethod
@@ -293,6 +294,10 @@ class Backend(ABC):
         rows: list[list[int]] = shared.tolist()
         return rows
 
+    def compare(self, agreement: Agreement) -> None:
+        """Raises PlanMismatch on every rank unless all ranks are about to do the same. All ranks must call it."""
+        self.barrier(agreement)
+
     def raise_if_ended(self, missing: list[int]) -> None:
         """Raises RankFailed if any rank has aborted the communicator, or a rank in `missing` has closed it.
 
@@ -330,6 +335,33 @@ class Backend(ABC):
 
     def follow_work(self, marks: Collection[Any]) -> None:
         """Makes the current stream wait for marked work."""
+
+    def share_weight(self, weight: float, agreement: Agreement) -> tuple[Any, Work, Array]:
+        """Adds up the weights of all ranks on the device; the host does not wait.
+
+        Returns:
+            This rank's share of all weights, on the device, for all_reduce(factor=): 0 if all weights are 0. The work.
+            And an array in host memory, whose first element is the sum of the weights once the work has ended.
+        """
+        raise NotImplementedError
+
+    def verify(self) -> Work:
+        """Launches a comparison of all collectives that the ranks have launched so far. All ranks must call it.
+
+        If the ranks differ, the work fails with PlanMismatch on every rank, and the communicator ends.
+        """
+        raise NotImplementedError
+
+    def stray(self, agreement: Agreement) -> PlanMismatch:
+        """Ends the communicator, because this rank cannot launch what the other ranks may have launched already.
+
+        Args:
+            agreement: what this rank would do.
+
+        Returns:
+            The error for this rank; the others raise PlanMismatch too.
+        """
+        raise NotImplementedError
 
     def drain(self) -> None:
         """Waits a limited time for launched work, its done-callbacks, and until the server knows of a failure.

@@ -130,7 +130,7 @@ class Collectives(ABC):
             return self._run("all_reduce", agreement, stream, source, target, reduce, given, is_in_place=True)
 
         try:
-            if is_fortran(source) and is_fortran(target):  # as they lie
+            if not self._backend.on_gpu and is_fortran(source) and is_fortran(target):  # as they lie
                 turned = source.T
                 turned_target = turned if target is source else target.T
                 return run(turned, turned_target, agreement._replace(layout=_FORTRAN))
@@ -605,7 +605,10 @@ class Collectives(ABC):
         """Returns the array (see native_array) and the operator, which the array's dtype supports."""
         source = self.native_array(array, what)
         try:
-            return source, operator_for(op, source.dtype)
+            parsed = operator_for(op, source.dtype)
+            if self._backend.on_gpu:
+                self._arrays.check_operation(parsed, source.dtype)
+            return source, parsed
         except (InvalidArgument, UnsupportedDtype) as error:
             raise type(error)(f"{self.label}: {what}: {error}") from None
 

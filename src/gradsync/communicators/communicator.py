@@ -74,7 +74,7 @@ class Communicator(Collectives):
     ) -> Any:
         own = [*sends, *receives]
         with self._lifetime.turn(what, own[0].agreement):
-            self._backend.exchange(sends, receives, own)
+            self._messages.start(sends, receives, own)
             for message in own:
                 if message.error is not None:
                     raise message.error

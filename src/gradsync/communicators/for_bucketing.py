@@ -13,6 +13,7 @@ from gradsync.communicators.backend import Launch
 from gradsync.communicators.collectives import BYTE, is_fortran
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_arrays import ArrayKind
+from gradsync.errors import PlanMismatch
 from gradsync.futures import Work
 from gradsync.reduction import Array, ReduceOp
 
@@ -23,7 +24,7 @@ def reduce_list(
     op: ReduceOp,
     agreement: Agreement,
     *,
-    factor: float = 1.0,
+    factor: Any = 1.0,
     targets: Sequence[Array] | None = None,
     after: Collection[Any] = (),
 ) -> Work:
@@ -36,7 +37,8 @@ def reduce_list(
         natives: the values, in the same sizes on all ranks.
         op: an operator that the dtype supports.
         agreement: what all ranks must be about to do; they compare it before data moves.
-        factor: multiplies this rank's values before they are reduced; it may differ between ranks.
+        factor: multiplies this rank's values before they are reduced; it may differ between ranks. A number, or what
+            share_weight() has returned.
         targets: where the results go, native arrays of any layout: the array of the same index itself, or another one.
             None: the arrays are flat (see ArrayKind), and are reduced in place.
         after: marks of the work that makes the values and frees the targets; see mark_work.
@@ -48,7 +50,7 @@ def reduce_list(
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for Communicator.all_reduce.
     """
     turned: Sequence[int] = ()
-    if targets is not None:
+    if targets is not None and not communicator._backend.on_gpu:
         pairs = enumerate(zip(natives, targets, strict=True))
         turned = [number for number, (native, target) in pairs if native is target and is_fortran(native)]
     backend = communicator._backend
@@ -67,7 +69,7 @@ def _reduce_list(
     turned: Sequence[int],
     op: ReduceOp,
     agreement: Agreement,
-    factor: float,
+    factor: Any,
     launch: Launch,
 ) -> None:
     """See reduce_list. The arrays with the numbers `turned` are reduced as they lie, in Fortran order."""
@@ -97,7 +99,27 @@ def exchange_numbers(
 def compare(communicator: Communicator, agreement: Agreement) -> None:
     """Raises PlanMismatch on all ranks unless all are about to do the same. Every rank must call it."""
     with communicator._lifetime.turn("agree", agreement):
-        communicator._backend.barrier(agreement)
+        communicator._backend.compare(agreement)
+
+
+# On a GPU buckets are launched while the backward pass runs. Nobody asks the other ranks before each.
+
+
+def share_weight(communicator: Communicator, weight: float, agreement: Agreement) -> tuple[Any, Work, Array]:
+    """Adds up the weights of all ranks on the device; see Backend.share_weight."""
+    with communicator._lifetime.turn("backward(weight=)", agreement):
+        return communicator._backend.share_weight(weight, agreement)
+
+
+def verify(communicator: Communicator, agreement: Agreement) -> Work:
+    """Launches a comparison of all that the ranks have launched; see Backend.verify."""
+    with communicator._lifetime.turn("flush", agreement):
+        return communicator._backend.verify()
+
+
+def stray(communicator: Communicator, agreement: Agreement) -> PlanMismatch:
+    """Ends the communicator for all ranks, because this one has another step; see Backend.stray."""
+    return communicator._backend.stray(agreement)
 
 
 def kept(communicator: Communicator) -> dict[Any, Any]:
@@ -190,6 +212,8 @@ def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: i
     """
     backend = communicator._backend
     check_stream(communicator, "broadcast")
+    if backend.on_gpu:
+        compare(communicator, agreement)
     with communicator._lifetime.turn("broadcast", agreement), backend.launching(None) as launch:
         if not natives:
             backend.barrier(agreement)

@@ -8,13 +8,11 @@ import numpy as np
 
 from gradsync.communicators import host_values
 from gradsync.errors import InvalidArgument, UnsupportedDtype
-from gradsync.reduction import Array
+from gradsync.reduction import Array, ReduceOp, check_operation
 
 CACHE_LINE_BYTES = 64
 DLPACK_CPU = 1
 DLPACK_CUDA_HOST = 3  # pinned host memory
-
-_PIECE_BYTES = 32 * 1024**2  # of a GPU's array, which is copied to host memory piece by piece
 
 _FOR_NUMBERS = "make it an array with numpy.array(...), or pass numbers to gs.comm.reduce_dict or comm.objects"
 _FOR_OBJECTS = "comm.objects gathers, broadcasts and scatters Python objects"
@@ -23,10 +21,14 @@ _FOR_OBJECTS = "comm.objects gathers, broadcasts and scatters Python objects"
 class ArrayKind:
     """The functions for one kind of arrays. This class is for host arrays; its subclass DeviceArrays is for a GPU.
 
-    DeviceArrays is in nccl/device_arrays.py. A native array is a NumPy or CuPy array that the method `native` has
+    DeviceArrays is in nccl/arrays.py. A native array is a NumPy or CuPy array that the method `native` has
     returned. A flat array is 1-D and contiguous. NumPy arrays, and other arrays in host memory that support DLPack, are
     host arrays.
     """
+
+    def check_operation(self, op: ReduceOp, dtype: np.dtype[Any]) -> None:
+        """Raises UnsupportedDtype if the communicator cannot reduce elements of this dtype with this operator."""
+        check_operation(op, dtype)
 
     def native(self, array: Any, who: str) -> Any:
         """Returns a NumPy or CuPy array over the same memory as `array`; see Collectives.native_array."""
@@ -76,6 +78,10 @@ class ArrayKind:
     def multiply_in_place(self, natives: Any, factor: float) -> None:
         """Multiplies arrays by a factor, on a GPU on the current stream; see host_values.multiply_in_place."""
         host_values.multiply_in_place(natives, factor)
+
+    def digest(self, native: Any) -> int:
+        """Returns a 64-bit digest of an array's elements as bytes in C order; see host_values.digest."""
+        return host_values.digest(np.ascontiguousarray(native).reshape(-1).view(np.uint8))
 
     def all_finite(self, flat: Any) -> Any:
         """Whether a flat array has neither NaN nor infinity; always True for integers and bools.
@@ -230,18 +236,3 @@ def overlaps_itself(array: Any) -> bool:
             return True
         extent = stride * (length - 1) + extent
     return False
-
-
-def digest_of_values(arrays: ArrayKind, native: Any) -> int:
-    """Returns a 64-bit digest of an array's elements as bytes in C order; see host_values.digest.
-
-    An array on a GPU is copied to host memory in pieces, after the work that is already queued on the current stream.
-    """
-    if isinstance(native, np.ndarray):
-        return host_values.digest(np.ascontiguousarray(native).reshape(-1).view(np.uint8))
-    flat: Any = arrays.flat(native)
-    step = max(1, _PIECE_BYTES // flat.dtype.itemsize)
-    digest = 0
-    for begin in range(0, flat.size, step):
-        digest = host_values.digest(flat[begin : begin + step].get().view(np.uint8), digest)
-    return digest

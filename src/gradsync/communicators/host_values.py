@@ -1,13 +1,12 @@
 """Arithmetic on the values of arrays: functions that scale them, check for NaN and infinity, sum squares, make digests.
 
-multiply_in_place works for CuPy arrays too. The other functions are for host arrays; the functions for a GPU are in
-nccl/device_arrays.py. all_finite and sum_of_squares may read a value more than once. So they work on pieces that fit
-into a core's cache, and each piece is loaded from main memory only once.
+The functions for a GPU are in nccl/arrays.py. all_finite and sum_of_squares may read a value more than once. So they
+work on pieces that fit into a core's cache, and each piece is loaded from main memory only once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from math import isfinite
 from typing import Any
@@ -40,32 +39,27 @@ _INFINITY_BITS = {"float16": 0x7C00, "bfloat16": 0x7F80}
 _SIGN_BIT = 0x8000
 
 
-def multiply_in_place(arrays: Sequence[Any], factor: float, xp: Any = np) -> None:
+def multiply_in_place(arrays: Sequence[Array], factor: float) -> None:
     """Multiplies floating and complex arrays of any layout in place.
 
     Products of half precision are computed in float32 and rounded once. Real and imaginary parts are multiplied
     separately, because the product of a complex number and infinity contains NaN. Overflow gives infinity without a
-    warning. A GPU treats subnormal float32 numbers as 0, because of CuPy's compiler flags.
-
-    Args:
-        arrays: the arrays, all of NumPy or all of CuPy.
-        factor: the factor.
-        xp: the module of the arrays: numpy or cupy.
+    warning.
     """
     with np.errstate(all="ignore"):  # other code checks the values for overflow; the factor itself may overflow
         factors = {dtype: dtype.type(factor) for dtype in _MULTIPLIED_AS_THEY_ARE}
         for array in arrays:
             own = factors.get(array.dtype)
             if own is not None:
-                xp.multiply(array, own, array)
+                np.multiply(array, own, array)
                 continue
-            for part in _real_parts(array):
+            for part in real_parts(array):
                 wide = accumulation_dtype(part.dtype)
-                xp.multiply(part, wide.type(factor), out=part, dtype=wide, casting="unsafe")
+                np.multiply(part, wide.type(factor), out=part, dtype=wide, casting="unsafe")
 
 
-def _real_parts(array: Any) -> list[Any]:
-    """Returns views of the real and imaginary parts of a complex array; of a real array, the array itself."""
+def real_parts(array: Any) -> list[Any]:
+    """Returns views of the real and imaginary parts of a complex array; of a real array, the array itself. CuPy too."""
     part = part_dtype(array.dtype)
     if part is array.dtype:
         return [array]
@@ -112,7 +106,7 @@ def sum_of_squares(flat: Array) -> float:
         return float(sum(_sum_of_squares(piece.astype(wide)) for piece in _pieces(parts, _WIDENED_PIECE_ELEMENTS)))
 
 
-def digest(data: Array, before: int = 0) -> int:
+def digest(data: Array) -> int:
     """Returns a 64-bit digest of bytes, in which the position of each byte counts; it is the same on all machines.
 
     Different bytes of one length have equal digests with a probability of at most 2**-32, and nearly always of 2**-64.
@@ -120,15 +114,13 @@ def digest(data: Array, before: int = 0) -> int:
 
     Args:
         data: a 1-D array of bytes.
-        before: the digest of the bytes before these, if the bytes come in several arrays. The sizes of all arrays
-            except the last one are multiples of 2**20.
 
     Source: NH of UMAC (Black et al., CRYPTO 1999): each word counts as (low half + key) * (high half + other key).
     """
     whole = data.size - data.size % 8
-    words, tail = data[:whole].view("<u8"), data[whole:]
+    words = data[:whole].view("<u8")
     size = min(words.size, _DIGEST_WORDS)
-    room, keys = np.empty((2, size), np.uint64), _digest_keys()
+    room, keys, sums = np.empty((2, size), np.uint64), _digest_keys(), []
     for begin in range(0, words.size, _DIGEST_WORDS):
         piece = words[begin : begin + _DIGEST_WORDS]
         (low, high), (low_keys, high_keys) = room[:, : piece.size], keys[:, : piece.size]
@@ -137,8 +129,16 @@ def digest(data: Array, before: int = 0) -> int:
         low += low_keys
         high += high_keys
         low *= high
-        before = (before * _DIGEST_FACTOR + int(np.add.reduce(low))) % 2**64
-    return (before * _DIGEST_FACTOR + int.from_bytes(tail.tobytes(), "little")) % 2**64 if tail.size else before
+        sums.append(int(np.add.reduce(low)))
+    return digest_of_sums(sums, data[whole:])
+
+
+def digest_of_sums(sums: Iterable[int], tail: Array) -> int:
+    """Returns the digest of bytes from the sums of pieces of _DIGEST_WORDS words, and the bytes after the last word."""
+    digest = 0
+    for piece in sums:
+        digest = (digest * _DIGEST_FACTOR + int(piece)) % 2**64
+    return (digest * _DIGEST_FACTOR + int.from_bytes(tail.tobytes(), "little")) % 2**64 if tail.size else digest
 
 
 @lru_cache(maxsize=1)

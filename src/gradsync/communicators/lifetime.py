@@ -88,7 +88,8 @@ class Lifetime:
 
         Args:
             what: the collective's name in errors.
-            agreement: the Agreement that describes this collective; None: it is not recorded, and starts no messages.
+            agreement: the Agreement that describes this collective; None: it is not recorded. A collective first starts
+                the pending messages; a message starts them together with itself.
 
         Raises:
             InvalidArgument: the caller is a done-callback. __enter__ raises it if another thread runs a collective.
@@ -113,7 +114,7 @@ class Lifetime:
             self._what = what
             if agreement is not None:
                 self._recorder.begin(agreement)
-                if self.messages is not None and self.messages.unstarted:
+                if self.messages is not None and self.messages.unstarted and not agreement.is_message:
                     self.messages.start()
         except BaseException as error:
             self.__exit__(type(error), error if self._what else None, None)

@@ -47,17 +47,23 @@ class Messages:
             self.unstarted.append((sends, receives))
         return MessageWork(self, [*sends, *receives])
 
-    def start(self) -> None:
-        """Hands all that wait to the backend. Call it within a turn of the communicator."""
+    def start(
+        self,
+        sends: Sequence[Message] = (),
+        receives: Sequence[Message] = (),
+        awaited: Sequence[Message] = (),
+        seconds: float | None = None,
+    ) -> None:
+        """Hands all that wait, and these, to the backend; see Backend.exchange. Call it within a turn."""
         groups, self.unstarted = self.unstarted, []
-        sends = [message for of_call, _ in groups for message in of_call]
-        receives = [message for _, of_call in groups for message in of_call]
-        self._backend.exchange(sends, receives)
+        all_sends = [message for of_call, _ in groups for message in of_call] + [*sends]
+        all_receives = [message for _, of_call in groups for message in of_call] + [*receives]
+        self._backend.exchange(all_sends, all_receives, awaited, seconds)
 
     def wait(self, awaited: Sequence[Message], seconds: float | None = None) -> None:
         """Moves all messages on until some are over; returns after `seconds` too."""
         with self._lifetime.turn("a message", awaited[0].agreement):
-            self._backend.exchange([], [], awaited, seconds)
+            self.start(awaited=awaited, seconds=seconds)
 
     def move_on(self, seconds: float = 0.0) -> bool:
         """Moves all messages on for some seconds, or until they are over; returns whether there were any.

@@ -39,6 +39,7 @@ def run_command(
     rendezvous: str | None,
     secret_file: str | None,
     trace_dir: str | None,
+    debug: bool,
     own_options: Collection[str] = (),
 ) -> int:
     """Runs the job, and prints its output and its failures; the arguments are the options of the command.
@@ -81,6 +82,8 @@ def run_command(
     variables: dict[str, str] = {}
     if trace_dir is not None:
         variables[environment.TRACE] = str(make_folder(trace_dir, "--trace"))
+    if debug:
+        variables[environment.DEBUG] = "1"
 
     def make_output(restart: int) -> OutputForwarder:
         return OutputForwarder(

@@ -125,7 +125,7 @@ def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> Ba
     cupy.cuda.Device(device_id).use()  # like torch.cuda.set_device: new arrays use this device
     identity = device_identity(device_id, version)
     _check_devices(client, identity, group, deadline, allow_shared_gpu=settings.allow_shared_gpu)
-    from gradsync.communicators.nccl.nccl_backend import NcclBackend
+    from gradsync.communicators.nccl.backend import NcclBackend
 
     seconds = settings.collective_timeout_seconds
     return NcclBackend(client, device_id, group, seconds, deadline)

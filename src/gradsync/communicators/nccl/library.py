@@ -1,11 +1,10 @@
-"""All calls to NCCL. The class Nccl makes the calls for one communicator, through CuPy's binding.
+"""All that is asked of NCCL and of the CUDA driver: by CuPy's binding, and by ctypes where CuPy has no function.
 
-The class Nccl needs a GPU; the functions of this file do not. ncclCommInitRank, ncclCommDestroy and ncclCommAbort may
-block for ever if another rank has died. So each of these NCCL calls runs on a daemon thread, and no other thread waits
-for it without a deadline. CuPy calls ncclCommDestroy when Python's garbage collector deletes CuPy's communicator
-object; this call could block the program at any point. So the class Nccl keeps CuPy's object alive until Nccl has
-destroyed or aborted the communicator. Errors contain a hint and, if there is one, NCCL's own text. docs/architecture.md
-lists the function of NVIDIA's nccl4py for each method.
+ncclCommInitRank, ncclCommDestroy and ncclCommAbort may block for ever if another rank has died. So each of these calls
+runs on a daemon thread, and no other thread waits for it without a deadline. CuPy's communicator object calls
+ncclCommDestroy when Python collects it, and could block the program at any point. So Nccl keeps the object alive until
+it has destroyed or aborted the communicator. docs/architecture.md lists the function of NVIDIA's nccl4py for each
+method.
 
 Source: NCCL's API reference, `ncclDataType_t`, `ncclRedOp_t` and `ncclResult_t`.
 """
@@ -14,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
@@ -114,7 +114,6 @@ class Nccl:
         deadline: the deadline for all steps, in time.monotonic() seconds.
 
     Attributes:
-        binding: the module cupy.cuda.nccl.
         device_id: see Args.
         has_ended: an event that is set when NCCL has destroyed or aborted the communicator, or has failed to do so.
 
@@ -129,10 +128,9 @@ class Nccl:
         import cupy
         from cupy.cuda import nccl
 
-        self.binding: Any = nccl
         self.device_id = device_id
         self._cupy: Any = cupy
-        self._current_stream = cupy.cuda.get_current_stream
+        self._binding: Any = nccl
         self._label = client.label
         self._datatypes = _datatypes(nccl)
         self._ops = {
@@ -142,7 +140,6 @@ class Nccl:
             ReduceOp.MIN: nccl.NCCL_MIN,
             ReduceOp.MAX: nccl.NCCL_MAX,
         }
-        self._bytes: int = nccl.NCCL_UINT8
         self._calling = threading.RLock()  # held during a call of NCCL, or during all calls of a group
         self._ending = threading.Lock()  # protects _how
         self._how: str | None = None
@@ -169,8 +166,9 @@ class Nccl:
         """Calls ncclCommInitRank with a time limit, and starts the thread that will end the communicator."""
 
         def init() -> None:
-            with self._errors("ncclCommInitRank"), self._cupy.cuda.Device(self.device_id):
-                self._raw = self.binding.NcclCommunicator(client.world_size, unique_id, client.rank)
+            with self._errors("ncclCommInitRank"):
+                self._cupy.cuda.Device(self.device_id).use()  # for good: going back would make a context on GPU 0
+                self._raw = self._binding.NcclCommunicator(client.world_size, unique_id, client.rank)
                 # _await_end releases this reference; see the top of this file.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._raw))
                 try:
@@ -190,97 +188,76 @@ class Nccl:
             ) from error
 
     # -- Collectives, on the current stream ------------------------------------------------------------------------
-    # Arrays are contiguous and on the device. A method that moves bytes does nothing if there are no bytes.
+    # Arrays are contiguous and on the device. NCCL ignores a call without elements; messages without bytes are not
+    # sent.
 
     def all_reduce(self, source: Any, target: Any, op: ReduceOp) -> None:
         """Reduces the sources of all ranks into every rank's `target`, which may be the same array as its `source`."""
         datatype, per_element = self._datatypes[dtype_name(source.dtype)]
-        count = source.size * per_element
-        self.call("allReduce", source.data.ptr, target.data.ptr, count, datatype, self._ops[op])
+        self._call("allReduce", source.data.ptr, target.data.ptr, source.size * per_element, datatype, self._ops[op])
 
     def reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int) -> None:
-        """Reduces the sources of all ranks into the root's `target`, which may be its `source`.
-
-        Other ranks pass None as target.
-        """
+        """Reduces the sources of all ranks into the root's `target`, which may be its `source`; None elsewhere."""
         datatype, per_element = self._datatypes[dtype_name(source.dtype)]
         pointers = source.data.ptr, 0 if target is None else target.data.ptr
-        count = source.size * per_element
-        self.call("reduce", *pointers, count, datatype, self._ops[op], root)
+        self._call("reduce", *pointers, source.size * per_element, datatype, self._ops[op], root)
 
     def reduce_scatter(self, source: Any, target: Any, op: ReduceOp) -> None:
-        """Cuts the sources into equal parts, and reduces part i of all sources into the `target` of rank i.
-
-        `target` may be a view of this rank's part of `source`.
-        """
+        """Reduces equal part i of all sources into the `target` of rank i, which may be that part of its `source`."""
         datatype, per_element = self._datatypes[dtype_name(source.dtype)]
         count = target.size * per_element
-        self.call("reduceScatter", source.data.ptr, target.data.ptr, count, datatype, self._ops[op])
+        self._call("reduceScatter", source.data.ptr, target.data.ptr, count, datatype, self._ops[op])
 
     def broadcast(self, flat: Any, root: int) -> None:
         """Copies the root's bytes to all ranks."""
-        pointer = flat.data.ptr
-        if flat.size:
-            self.call("broadcast", pointer, pointer, flat.nbytes, self._bytes, root)
+        self._call("broadcast", flat.data.ptr, flat.data.ptr, flat.nbytes, self._binding.NCCL_UINT8, root)
 
     def all_gather(self, source: Any, target: Any) -> None:
         """Gathers parts of equal size from all ranks on every rank; `source` may be this rank's part of `target`."""
-        pointers = source.data.ptr, target.data.ptr
-        if source.size:
-            self.call("allGather", *pointers, source.nbytes, self._bytes)
+        self._call("allGather", source.data.ptr, target.data.ptr, source.nbytes, self._binding.NCCL_UINT8)
 
-    def send(self, flat: Any, peer: int) -> None:
-        """Sends bytes to another rank, which must receive the same number of bytes."""
-        if flat.size:
-            self.call("send", flat.data.ptr, flat.nbytes, self._bytes, peer)
-
-    def receive(self, flat: Any, peer: int) -> None:
-        """Receives bytes from another rank, which must send the same number of bytes."""
-        if flat.size:
-            self.call("recv", flat.data.ptr, flat.nbytes, self._bytes, peer)
-
-    def call(self, name: str, *arguments: Any) -> None:
-        """Calls a method of CuPy's communicator with the given arguments and the current stream.
-
-        Raises:
-            NcclError: NCCL refused the call, or failed.
-            CommunicatorClosed: another thread has ended the communicator.
-        """
-        with self._calling:
-            if self._how is not None:
-                raise self._ended_error(name)
-            try:
-                getattr(self._raw, name)(*arguments, self._current_stream().ptr)
-            except (self.binding.NcclError, KeyError) as error:
-                raise self._nccl_error(error, f"nccl{name[0].upper()}{name[1:]}") from error
+    def exchange(self, sends: Iterable[tuple[int, Any]], receives: Iterable[tuple[int, Any]]) -> None:
+        """Sends and receives bytes, by peer, all at once. The peer receives, or sends, the same number of bytes."""
+        with self.group():
+            for name, messages in (("send", sends), ("recv", receives)):
+                for peer, flat in messages:
+                    if flat.size:
+                        self._call(name, flat.data.ptr, flat.nbytes, self._binding.NCCL_UINT8, peer)
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """Launches the NCCL calls of the `with` block together at its end, so that messages do not wait for each other.
+        """Launches the calls of the `with` block together at its end, so that they do not wait for each other.
 
-        NCCL's group (ncclGroupStart, ncclGroupEnd) ends with the block, even if the block raises an error. NCCL still
-        launches the calls that were made before the error, because NCCL cannot withdraw them. After an error in the
-        block, the caller must abort the communicator.
+        NCCL's group ends with the block, even if the block raises an error: NCCL cannot withdraw the calls. After an
+        error the caller must abort the communicator.
 
         Raises:
-            NcclError, CommunicatorClosed: as for `call`.
+            NcclError, CommunicatorClosed: as for the collectives.
         """
-        nccl = self.binding
         with self._calling:
-            if self._how is not None:
-                raise self._ended_error("a group")
+            self._refuse_ended("a group")
             try:
                 with self._errors("ncclGroupStart"):
-                    nccl.groupStart()
+                    self._binding.groupStart()
                 yield
                 with self._errors("ncclGroupEnd"):
-                    nccl.groupEnd()
+                    self._binding.groupEnd()
             except BaseException:
                 # If the group has ended or has not begun, this call does nothing. A group that stays open would delay
                 # all later calls.
-                with contextlib.suppress(nccl.NcclError, KeyError):
-                    nccl.groupEnd()
+                with contextlib.suppress(self._binding.NcclError, KeyError):
+                    self._binding.groupEnd()
                 raise
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        with self._calling:
+            self._refuse_ended(name)
+            with self._errors(f"nccl{name[0].upper()}{name[1:]}"):
+                getattr(self._raw, name)(*arguments, self._cupy.cuda.get_current_stream().ptr)
+
+    def _refuse_ended(self, what: str) -> None:
+        if self._how is not None:  # CuPy would pass a null pointer to NCCL
+            raise CommunicatorClosed(f"{self._label}: {what} needs an NCCL communicator that has not been ended")
 
     # -- Failures --------------------------------------------------------------------------------------------------
 
@@ -288,51 +265,32 @@ class Nccl:
         """Raises NcclError if a collective has failed after its launch (ncclCommGetAsyncError)."""
         with self._ending:
             if self._how is None:
-                try:
+                with self._errors("a collective"):
                     self._raw.check_async_error()
-                except (self.binding.NcclError, KeyError) as error:
-                    raise self._nccl_error(error, "a collective") from error
 
     @contextlib.contextmanager
     def _errors(self, call: str) -> Iterator[None]:
         """Converts errors of NCCL and CUDA in the `with` block to NcclError."""
         try:
             yield
-        except (self.binding.NcclError, KeyError) as error:
-            raise self._nccl_error(error, call) from error
+        except (self._binding.NcclError, KeyError) as error:  # CuPy's NcclError does not know results 7 and 8
+            known = error.args[0] if isinstance(error, KeyError) else error.status
+            code = known if isinstance(known, int) else 0
+            name, hint = RESULTS.get(code, (f"ncclResult {code}", "NCCL_DEBUG=INFO shows more"))
+            last = last_error()
+            raise NcclError(
+                f"{self._label}: {call} failed with {name} ({code}){last and f': {last}'}; {hint}. NCCL "
+                f"{version_text(self._binding.get_version())} from {library_path()}, CuPy {self._cupy.__version__}",
+                code=code,
+                name=name,
+            ) from error
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
             raise NcclError(f"{self._label}: {call}: {error}", code=1, name=RESULTS[1][0]) from error
-
-    def _nccl_error(self, error: Exception, call: str) -> NcclError:
-        """Returns the error for a failed call, with NCCL's own text, versions and a hint."""
-        if isinstance(error, KeyError):  # CuPy's NcclError does not know results 7 and 8
-            code = error.args[0] if error.args and error.args[0] in (7, 8) else 0
-        else:
-            code = int(error.status)  # type: ignore[attr-defined]
-        name, hint = RESULTS.get(code, (f"ncclResult {code}", "NCCL_DEBUG=INFO shows more"))
-        last = last_error()
-        return NcclError(
-            f"{self._label}: {call} failed with {name} ({code})"
-            + (f": {last}" if last else "")
-            + f"; {hint}. NCCL {version_text(self.binding.get_version())} from "
-            f"{library_path()}, CuPy {self._cupy.__version__}",
-            code=code,
-            name=name,
-        )
-
-    def _ended_error(self, what: str) -> CommunicatorClosed:
-        """Returns the error for a call after `destroy` or `abort`.
-
-        Without the error, CuPy would pass a null pointer to NCCL.
-        """
-        return CommunicatorClosed(f"{self._label}: {what} needs an NCCL communicator that has not been ended")
 
     # -- The end ---------------------------------------------------------------------------------------------------
 
     def abort(self, before: Callable[[], None] | None = None) -> None:
-        """Ends the communicator now, on a separate thread. Returns at once.
-
-        The results of running collectives are undefined.
+        """Ends the communicator now, on a separate thread, and returns. Results of running collectives are undefined.
 
         Args:
             before: a function that the thread calls before the abort; the function may block.
@@ -343,24 +301,22 @@ class Nccl:
         """Ends the communicator after its collectives have ended. Returns after DESTROY_SECONDS at the latest."""
         self._begin_end("destroy", None)
         if not self.has_ended.wait(DESTROY_SECONDS):
-            how = str(self._how).title()
             _log.warning(
                 "%s: ncclComm%s did not return within %g s; gradsync no longer waits for it",
                 self._label,
-                how,
+                str(self._how).title(),
                 DESTROY_SECONDS,
             )
 
     def leave(self, before: Callable[[], None]) -> None:
-        """Aborts the communicator, unless it has already ended. No object may use the communicator any more.
+        """Destroys the communicator, unless it has ended, and does not wait. No object may use it any more.
 
-        `leave` acquires no lock, because the garbage collector may call `leave` in a thread that already holds the
-        lock.
+        It acquires no lock, because Python may collect a communicator in a thread that holds the lock.
 
         Args:
-            before: a function that a separate thread calls before the abort; the function may block.
+            before: a function that a separate thread calls before; the function may block.
         """
-        self._ends.put(("abort", before))
+        self._ends.put(("destroy", before))
 
     def _begin_end(self, how: str, before: Callable[[], None] | None) -> None:
         with self._ending:
@@ -380,8 +336,10 @@ class Nccl:
                 before()
             with self._ending:
                 self._how = how
+            if how == "abort":
+                self._revoke()
             # A thread that is blocked in a call holds this lock. NCCL documents an abort as safe only if no thread is
-            # in a call, but an abort is also the only way to end a blocked call.
+            # in a call, but without ncclCommRevoke it is also the only way to end a blocked call.
             idle = self._calling.acquire(timeout=_OTHER_THREADS_CALL_SECONDS)
             try:
                 with self._errors(f"ncclComm{how.title()}"):
@@ -395,6 +353,13 @@ class Nccl:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._raw))
             self.has_ended.set()
 
+    def _revoke(self) -> None:
+        """Ends the calls in which other threads are blocked, where NCCL has ncclCommRevoke (2.29)."""
+        function = _nccl_function("ncclCommRevoke")
+        if function is not None:
+            function.argtypes = [ctypes.c_void_p, ctypes.c_int]
+            function(self._raw.comm, 0)
+
 
 def _left(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
@@ -406,17 +371,13 @@ def version_text(version: int) -> str:
 
 
 def last_error() -> str:
-    """Returns the text of ncclGetLastError, which CuPy does not expose; "" if there is no text.
+    """Returns the text of ncclGetLastError; "" if there is no text.
 
     NCCL keeps one text for the whole process; ncclGetLastError ignores its argument, a communicator. So this function
     returns a text even if ncclCommInitRank has failed. Source: NCCL, src/init.cc and src/debug.cc (ncclLastError).
     """
-    path = library_path()
-    if not os.path.exists(path):
-        return ""
-    try:
-        function = ctypes.CDLL(path).ncclGetLastError
-    except (OSError, AttributeError):
+    function = _nccl_function("ncclGetLastError")
+    if function is None:
         return ""
     function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
     text = function(None)
@@ -427,9 +388,55 @@ def library_path() -> str:
     """Returns the path of the NCCL library that this process has loaded, as /proc/self/maps shows it."""
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
-            if "libnccl" in line:
-                return line.split(maxsplit=5)[-1].strip()
+            path = line.split(maxsplit=5)[-1].strip()
+            if os.path.basename(path).startswith("libnccl.so"):  # and not a plugin's, such as libnccl-net.so
+                return path
     return "an unknown place"
+
+
+def _nccl_function(name: str) -> Any:
+    """Returns a function of the NCCL library that CuPy does not expose; None if this NCCL does not have it."""
+    path = library_path()
+    try:
+        return getattr(ctypes.CDLL(path), name) if os.path.exists(path) else None
+    except (OSError, AttributeError):
+        return None
+
+
+# -- The CUDA driver, by ctypes: CuPy's own functions for these hold the GIL while another thread has the driver's lock
+
+
+def event_status(event: Any) -> int:
+    """Returns CUDA's code for a CuPy event: 0 if the GPU has reached it, 600 if not; else the error of the GPU."""
+    return int(_driver().cuEventQuery(ctypes.c_void_p(event.ptr)))
+
+
+@contextlib.contextmanager
+def on_device(device_id: int) -> Iterator[None]:
+    """Makes a device the current one in the `with` block.
+
+    Afterwards the thread's own device is the current one again, if this process has a context on it. Else the thread
+    has never used it: choosing it would make a context, which takes half a gigabyte of another rank's GPU.
+    """
+    import cupy
+
+    own = cupy.cuda.runtime.getDevice()
+    if own == device_id:
+        yield
+        return
+    cupy.cuda.Device(device_id).use()
+    try:
+        yield
+    finally:
+        flags, is_active = ctypes.c_uint(), ctypes.c_int()
+        _driver().cuDevicePrimaryCtxGetState(own, ctypes.byref(flags), ctypes.byref(is_active))
+        if is_active.value:
+            cupy.cuda.Device(own).use()
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def _datatypes(nccl: Any) -> dict[str, tuple[int, int]]:

@@ -1,5 +1,6 @@
 """CUDA as CuPy shows it. cupy.cuda.nccl is imported on its own, as in CuPy 14."""
 
+from . import _driver as _driver
 from . import memory as memory
 from . import runtime as runtime
 from . import stream as stream

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ._devices import current_device
+from ._devices import contexts, current_device
 from ._errors import ILLEGAL_ADDRESS, INVALID_VALUE, CUDARuntimeError
 from .stream import current_queue
 
@@ -121,6 +121,7 @@ class MemoryPointer:
 def alloc(size: int) -> MemoryPointer:
     """Memory for the current stream: at once that of an array of the same stream that was just dropped."""
     device_id, stream = current_device().device_id, current_queue()
+    contexts.add(device_id)
     stream.device.check()
     if size == 0:
         return MemoryPointer(UnownedMemory(0, 0, None, device_id), 0)

@@ -27,13 +27,24 @@ from gradsync.communicators.host_arrays import (
     kind_of,
     span,
 )
-from gradsync.communicators.nccl.launch import await_results_in
+from gradsync.communicators.nccl.library import on_device
+from gradsync.communicators.nccl.pack import Packer
+from gradsync.communicators.nccl.work import await_results_in
 from gradsync.errors import InvalidArgument, UnsupportedDtype
-from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, accumulation_dtype, dtype_name, part_dtype
+from gradsync.reduction import (
+    OPERATIONS_BY_DTYPE,
+    Array,
+    ReduceOp,
+    accumulation_dtype,
+    check_operation,
+    dtype_name,
+    part_dtype,
+)
 
 _DLPACK_CUDA = 2
 _DLPACK_CUDA_MANAGED = 13
 _FLOATING = ("float16", "bfloat16", "float32", "float64")
+_LACKING = ("int16", "uint16")  # dtypes that NCCL does not reduce
 
 
 class DeviceArrays(ArrayKind):
@@ -41,6 +52,7 @@ class DeviceArrays(ArrayKind):
 
     Args:
         device_id: the CUDA device number in this process.
+        packer: the kernels of this device.
 
     Attributes:
         results_on: the stream on which the program will use a result; None means the current stream. `empty` allocates
@@ -49,9 +61,17 @@ class DeviceArrays(ArrayKind):
             the current stream wait until this work has ended.
     """
 
-    def __init__(self, device_id: int) -> None:
+    def __init__(self, device_id: int, packer: Packer) -> None:
         self._device_id = device_id
+        self._packer = packer
         self.results_on: Any = None
+
+    def check_operation(self, op: ReduceOp, dtype: np.dtype[Any]) -> None:
+        """See ArrayKind. NCCL has no 16-bit integers and no products of complex numbers."""
+        check_operation(op, dtype)
+        if dtype_name(dtype) in _LACKING or (dtype.kind == "c" and op is ReduceOp.PROD):
+            what = f"products of {dtype_name(dtype)}" if dtype.kind == "c" else dtype_name(dtype)
+            raise UnsupportedDtype(f"NCCL does not reduce {what}: convert the array with astype() first")
 
     def native(self, array: Any, who: str) -> Any:
         """Returns `array` as a CuPy array over the same memory, or as a NumPy array if it is in host memory.
@@ -81,7 +101,7 @@ class DeviceArrays(ArrayKind):
         """See ArrayKind. Copies a host array to the device, on the current stream."""
         if self.is_viewed_flat(native):
             return native.reshape(-1)
-        with cupy.cuda.Device(self._device_id):
+        with on_device(self._device_id):
             if isinstance(native, np.ndarray):
                 await_results_in(native)  # an earlier collective may still have to write to this array
                 return cupy.asarray(_transferable(native))
@@ -102,7 +122,7 @@ class DeviceArrays(ArrayKind):
         """See ArrayKind."""
         if isinstance(like, np.ndarray):
             return np.empty(shape, dtype)
-        with cupy.cuda.Device(self._device_id):
+        with on_device(self._device_id):
             stream = self.results_on
             if stream is None:
                 return cupy.empty(shape, dtype)
@@ -120,7 +140,7 @@ class DeviceArrays(ArrayKind):
         """See ArrayKind. The copy runs on the current stream."""
         if isinstance(native, np.ndarray):
             await_results_in(native)  # an earlier collective may still have to write to this array
-        with cupy.cuda.Device(self._device_id):
+        with on_device(self._device_id):
             if isinstance(native, np.ndarray):
                 target.set(np.asarray(native, order="C"))  # ascontiguousarray would return 1-d for 0-d
             else:
@@ -131,35 +151,42 @@ class DeviceArrays(ArrayKind):
 
         The memory is for work on the current stream only; the program's stream `results_on` must not use it.
         """
-        with cupy.cuda.Device(self._device_id):
+        with on_device(self._device_id):
             return cupy.empty(size, dtype) if _is_known(dtype) else cupy.empty(size * dtype.itemsize, np.uint8)
 
     def zero(self, native: Any) -> None:
         """See ArrayKind. The current stream writes the values."""
-        with cupy.cuda.Device(self._device_id):
+        with on_device(self._device_id):
             native[...] = 0
 
-    def divide(self, flat: Any, count: float) -> None:
-        """Divides the floating or complex elements of `flat` by `count`, in place.
+    def multiply_in_place(self, natives: Any, factor: Any) -> None:
+        """See ArrayKind. Multiplies host arrays on the CPU. The factor may be an array on the device."""
+        with on_device(self._device_id):
+            for native in natives:
+                if isinstance(native, np.ndarray):
+                    super().multiply_in_place([native], float(factor))
+                    continue
+                for part in host_values.real_parts(native):
+                    wide = accumulation_dtype(part.dtype)
+                    by = wide.type(factor) if isinstance(factor, float) else factor.astype(wide)
+                    cupy.multiply(part, by, out=part, dtype=wide, casting="unsafe")
 
-        Half precision is divided in float32, which represents every world size exactly.
-        """
-        parts = flat.view(part_dtype(flat.dtype))
-        wide = accumulation_dtype(parts.dtype)
-        with cupy.cuda.Device(self._device_id):
-            cupy.divide(parts, wide.type(count), out=parts, dtype=wide, casting="unsafe")
-
-    def multiply_in_place(self, natives: Any, factor: float) -> None:
-        """See ArrayKind. Multiplies host arrays on the CPU."""
-        super().multiply_in_place([native for native in natives if isinstance(native, np.ndarray)], factor)
-        with cupy.cuda.Device(self._device_id):
-            on_device = [native for native in natives if not isinstance(native, np.ndarray)]
-            host_values.multiply_in_place(on_device, factor, cupy)
+    def digest(self, native: Any) -> int:
+        """See ArrayKind. A kernel makes it, after the work that is queued on the current stream; the host waits."""
+        if isinstance(native, np.ndarray):
+            return super().digest(native)
+        with on_device(self._device_id):
+            data = cupy.ascontiguousarray(native).reshape(-1).view(np.uint8)
+            if data.data.ptr % 8:
+                data = data.copy()
+            whole = data.size - data.size % 8
+            sums = self._packer.digest_sums(data[:whole].view(np.uint64))
+            return host_values.digest_of_sums(sums, data[whole:].get())
 
     def all_finite(self, flat: Any) -> Any:
         """See ArrayKind."""
         parts = flat.view(part_dtype(flat.dtype))
-        with cupy.cuda.Device(self._device_id):
+        with on_device(self._device_id):
             if dtype_name(parts.dtype) not in _FLOATING:
                 return cupy.ones((), np.bool_)
             return cupy.isfinite(parts.astype(np.float32) if dtype_name(parts.dtype) == "bfloat16" else parts).all()
@@ -167,7 +194,7 @@ class DeviceArrays(ArrayKind):
     def sum_of_squares(self, flat: Any) -> Any:
         """See ArrayKind."""
         parts = flat.view(part_dtype(flat.dtype))
-        with cupy.cuda.Device(self._device_id):
+        with on_device(self._device_id):
             return cupy.multiply(parts, parts, dtype=np.float64, casting="unsafe").sum()
 
     def writeable(self, native: Any) -> bool:

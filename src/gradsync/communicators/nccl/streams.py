@@ -1,0 +1,87 @@
+"""The CUDA streams that a program passes to gradsync, and those that capture a graph, which gradsync refuses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import cupy
+
+from gradsync.arguments import integer_of
+from gradsync.errors import InvalidArgument
+
+#: CUDA's errors for calls that are forbidden while a graph is captured: the GPU has not failed. Source: cudaError_t.
+CAPTURE_ERRORS = range(900, 909)
+_CAPTURE_IMPLICIT = 906  # the null stream was queried, and a stream that synchronizes with it captures a graph
+
+
+def as_stream(stream: Any, device_id: int, who: str) -> Any:
+    """Returns a CuPy stream for a stream that the program has passed to gradsync.
+
+    Args:
+        stream: a CuPy stream, a PyTorch stream, a stream's handle as an integer, or an object with CUDA's method
+            `__cuda_stream__`; None means the calling thread's current stream on the device.
+        device_id: the CUDA number of the device to which the stream must belong.
+        who: the name of the caller, with which an error's text begins.
+
+    Raises:
+        InvalidArgument: `stream` is not a stream, or belongs to another GPU.
+    """
+    if stream is None:
+        return cupy.cuda.get_current_stream(device_id)
+    if hasattr(stream, "ptr"):
+        given = stream.device_id
+        if given not in (-1, device_id):  # -1: CuPy does not know the stream's device
+            raise InvalidArgument(f"{who} needs a stream of cuda:{device_id}, got one of cuda:{given}")
+        return stream
+    if not hasattr(stream, "__cuda_stream__"):
+        handle = integer_of(getattr(stream, "cuda_stream", stream))
+        if handle is None:
+            needed = "a CuPy or PyTorch stream, its handle as an integer, or an object with __cuda_stream__"
+            given = "an array" if hasattr(stream, "shape") else repr(stream)
+            raise InvalidArgument(f"{who} needs a stream: {needed}; got {given}")
+        stream = SimpleNamespace(__cuda_stream__=lambda: (0, handle))
+    return cupy.cuda.Stream.from_external(stream)
+
+
+def refuse_capturing(stream: Any, who: str) -> None:
+    """Raises an error if a stream captures a CUDA graph. Asks the driver once, and does not wait.
+
+    A collective's deadline and its events need the host, and a CUDA graph cannot contain them. Without this check, CUDA
+    would raise error 905 or 907 in the middle of the call, when the other ranks already wait for this rank.
+
+    Args:
+        stream: the CuPy stream to check.
+        who: the names of this rank and of the call, for the error's text.
+
+    Raises:
+        InvalidArgument: the stream captures a graph; or it is the null stream, and another stream that synchronizes
+            with the null stream captures a graph.
+    """
+    try:
+        if not stream.is_capturing():
+            return
+    except RuntimeError as error:  # CuPy raises this error if the capture is invalid
+        if getattr(error, "status", _CAPTURE_IMPLICIT) not in CAPTURE_ERRORS:
+            return  # the GPU has failed; the launch will raise the error
+    raise InvalidArgument(_is_capturing(who))
+
+
+@contextlib.contextmanager
+def capture_refusal(who: str) -> Iterator[None]:
+    """Converts CUDA's error for a stream that captures a graph."""
+    try:
+        yield
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        if error.status in CAPTURE_ERRORS:
+            raise InvalidArgument(_is_capturing(who)) from error
+        raise
+
+
+def _is_capturing(who: str) -> str:
+    return (
+        f"{who} cannot be part of a CUDA graph, but the stream captures a graph: end the capture first, or use "
+        "another stream"
+    )
