@@ -99,6 +99,11 @@ PLACES = {
     "shm": Place({"backend": "shm"}),
     "pipes": Place({"backend": "pipes"}, folders=(str(TESTS / "backends"),)),
     "fake": Place({"backend": "nccl"}, {"FAKE_CUPY_DEVICES": "8"}, folders=(str(TESTS / "fake_cupy"),)),
+    "debug": Place(
+        {"backend": "nccl"},
+        {"FAKE_CUPY_DEVICES": "8", "GRADSYNC_DEBUG": "1"},
+        folders=(str(TESTS / "fake_cupy"),),
+    ),
     "mpi": Place({"backend": "mpi"}, command=lambda size: [_mpiexec(), "-n", str(size)], mark="mpi"),
     "cupy": Place({"backend": "nccl"}, new_python=cupy_over_host_memory.environment, mark="cupy"),
     "gpu": Place({"backend": "nccl", "allow_shared_gpu": True}, mark="gpu"),
@@ -110,6 +115,8 @@ PLACES = {
 EVERYWHERE = {"local": (1,), "shm": (2, 3), "pipes": (2,), "fake": (2,), "mpi": (1, 2, 3)}
 ALSO_ALONE = EVERYWHERE | {"shm": (1, 2, 3), "fake": (1, 2)}
 SEVERAL = {"shm": (2, 3), "pipes": (2,), "fake": (2,), "mpi": (2, 3)}
+#: Where ranks that call different things are told before data moves.
+COMPARED = {"shm": (2, 3), "pipes": (2,), "debug": (2,), "mpi": (2, 3)}
 THREE_OF_FAKE = {"fake": (1, 2, 3)}
 ON_GPU = {"gpu": (1, 2)}
 

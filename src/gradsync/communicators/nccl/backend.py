@@ -313,7 +313,8 @@ class NcclBackend(Backend):
     def share_weight(self, weight: float, agreement: Agreement) -> tuple[Any, GpuWork, Any]:
         # A part of each weight is added up, too: of all weights together there may be no float64.
         total = np.empty(2)
-        with self.launching(None, []) as launch:
+        # After the current stream, which may still read the last factor, in the memory of the new one.
+        with self.launching(None, [self.mark_work()]) as launch:
             mine = cupy.array([weight, weight / self.world_size])
             self._begin(agreement, mine)
             sums = cupy.empty_like(mine)

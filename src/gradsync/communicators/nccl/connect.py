@@ -9,8 +9,8 @@ import time
 
 from gradsync.communicators.backend import Backend
 from gradsync.communicators.nccl.library import check_library
-from gradsync.environment import RankEnvironment, WorldSettings
-from gradsync.errors import BackendUnavailable, InvalidArgument
+from gradsync.environment import DEBUG, RankEnvironment, WorldSettings
+from gradsync.errors import BackendUnavailable, InvalidArgument, name_ranks
 from gradsync.machine import boot_id
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES
@@ -140,12 +140,21 @@ def _device_for(settings: WorldSettings) -> int:
 def _check_devices(
     client: RendezvousClient, identity: str, group: str, deadline: float, *, allow_shared_gpu: bool
 ) -> None:
-    """Raises an error on every rank if ranks share a GPU without allow_shared_gpu. NCCL's own error has less detail."""
-    mine = identity.encode()[: MAX_EXCHANGED_BYTES // client.world_size]
+    """Raises an error on every rank if ranks share a GPU without allow_shared_gpu: NCCL's own error has less detail.
+
+    Or if the variable GRADSYNC_DEBUG is not the same on all ranks, so that some would wait for comparisons.
+    """
+    debugs = DEBUG.read()
+    mine = bytes([debugs]) + identity.encode()[: MAX_EXCHANGED_BYTES // client.world_size - 1]
     by_device: dict[bytes, list[int]] = {}
     seconds = max(0.0, deadline - time.monotonic())
-    for rank, where in enumerate(client.exchange(f"nccl/{group}/devices", mine, timeout_seconds=seconds)):
-        by_device.setdefault(where, []).append(rank)
+    told = client.exchange(f"nccl/{group}/devices", mine, timeout_seconds=seconds)
+    if others := [rank for rank, text in enumerate(told) if text[0] != debugs]:
+        raise InvalidArgument(
+            f"{client.label}: GRADSYNC_DEBUG is {int(debugs)} here, and not on {name_ranks(others)}: set it on all ranks"
+        )
+    for rank, text in enumerate(told):
+        by_device.setdefault(text[1:], []).append(rank)
     shared = {where: ranks for where, ranks in by_device.items() if len(ranks) > 1}
     if shared and not allow_shared_gpu:
         where, ranks = next(iter(shared.items()))

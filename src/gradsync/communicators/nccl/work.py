@@ -467,7 +467,7 @@ class Watched:
                 self._find_failure()
                 return True
             except GradsyncError as error:
-                found: GradsyncError = error
+                found = self._explain(error)
             except Exception as error:  # which no other code would report
                 found = NcclError(f"{self.label}: the watcher of collectives failed: {describe(error)}")
             if not self._stopped:
@@ -525,8 +525,7 @@ class Watched:
             for work in (self.call, *list(self._running)[:1]):
                 if work is not None:
                     work.look_whether_started()
-            if self.call is None:
-                self.nccl.check()
+            self.nccl.check()
         except NcclError as error:
             self._found = self._found or error
         except Exception as error:
