@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import cupy
 import numpy as np
@@ -43,8 +45,21 @@ from gradsync.reduction import (
 
 _DLPACK_CUDA = 2
 _DLPACK_CUDA_MANAGED = 13
-_FLOATING = ("float16", "bfloat16", "float32", "float64")
 _LACKING = ("int16", "uint16")  # dtypes that NCCL does not reduce
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _on_own_device(method: _Method) -> _Method:
+    """Makes the device of the arrays the current one in a method."""
+
+    @wraps(method)
+    def run(self: DeviceArrays, *arguments: Any) -> Any:
+        with on_device(self._device_id):
+            return method(self, *arguments)
+
+    return cast(_Method, run)
 
 
 class DeviceArrays(ArrayKind):
@@ -99,13 +114,14 @@ class DeviceArrays(ArrayKind):
 
     def flat(self, native: Any) -> Any:
         """See ArrayKind. Copies a host array to the device, on the current stream."""
-        if self.is_viewed_flat(native):
-            return native.reshape(-1)
-        with on_device(self._device_id):
-            if isinstance(native, np.ndarray):
-                await_results_in(native)  # an earlier collective may still have to write to this array
-                return cupy.asarray(_transferable(native))
-            return cupy.ascontiguousarray(native).reshape(-1)
+        return native.reshape(-1) if self.is_viewed_flat(native) else self._copied_flat(native)
+
+    @_on_own_device
+    def _copied_flat(self, native: Any) -> Any:
+        if isinstance(native, np.ndarray):
+            await_results_in(native)  # an earlier collective may still have to write to this array
+            return cupy.asarray(_transferable(native))
+        return cupy.ascontiguousarray(native).reshape(-1)
 
     def is_viewed_flat(self, native: Any) -> bool:
         """See ArrayKind."""
@@ -118,84 +134,81 @@ class DeviceArrays(ArrayKind):
         elif not native.flags.c_contiguous:
             native[...] = flat.view(native.dtype).reshape(native.shape)
 
+    @_on_own_device
     def empty(self, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
         """See ArrayKind."""
         if isinstance(like, np.ndarray):
             return np.empty(shape, dtype)
-        with on_device(self._device_id):
-            stream = self.results_on
-            if stream is None:
-                return cupy.empty(shape, dtype)
-            with stream:
-                array = cupy.empty(shape, dtype)
-            # Another thread may have freed this memory just now, while queued work of `stream` still uses the memory.
-            cupy.cuda.get_current_stream().wait_event(stream.record(cupy.cuda.Event(disable_timing=True)))
-            return array
+        stream = self.results_on
+        if stream is None:
+            return cupy.empty(shape, dtype)
+        with stream:
+            array = cupy.empty(shape, dtype)
+        # Another thread may have freed this memory just now, while queued work of `stream` still uses the memory.
+        cupy.cuda.get_current_stream().wait_event(stream.record(cupy.cuda.Event(disable_timing=True)))
+        return array
 
     def empty_like(self, native: Any) -> Any:
         """See ArrayKind."""
         return self.empty(native.shape, native.dtype, native)
 
+    @_on_own_device
     def assign(self, native: Any, target: Any) -> None:
         """See ArrayKind. The copy runs on the current stream."""
         if isinstance(native, np.ndarray):
             await_results_in(native)  # an earlier collective may still have to write to this array
-        with on_device(self._device_id):
-            if isinstance(native, np.ndarray):
-                target.set(np.asarray(native, order="C"))  # ascontiguousarray would return 1-d for 0-d
-            else:
-                target[...] = native
+            target.set(np.asarray(native, order="C"))  # ascontiguousarray would return 1-d for 0-d
+        else:
+            target[...] = native
 
+    @_on_own_device
     def scratch(self, size: int, dtype: Any) -> Any:
         """See ArrayKind.
 
         The memory is for work on the current stream only; the program's stream `results_on` must not use it.
         """
-        with on_device(self._device_id):
-            return cupy.empty(size, dtype) if _is_known(dtype) else cupy.empty(size * dtype.itemsize, np.uint8)
+        return cupy.empty(size, dtype) if _is_known(dtype) else cupy.empty(size * dtype.itemsize, np.uint8)
 
+    @_on_own_device
     def zero(self, native: Any) -> None:
         """See ArrayKind. The current stream writes the values."""
-        with on_device(self._device_id):
-            native[...] = 0
+        native[...] = 0
 
+    @_on_own_device
     def multiply_in_place(self, natives: Any, factor: Any) -> None:
         """See ArrayKind. Multiplies host arrays on the CPU. The factor may be an array on the device."""
-        with on_device(self._device_id):
-            for native in natives:
-                if isinstance(native, np.ndarray):
-                    super().multiply_in_place([native], float(factor))
-                    continue
-                for part in host_values.real_parts(native):
-                    wide = accumulation_dtype(part.dtype)
-                    by = wide.type(factor) if isinstance(factor, float) else factor.astype(wide)
-                    cupy.multiply(part, by, out=part, dtype=wide, casting="unsafe")
+        for native in natives:
+            if isinstance(native, np.ndarray):
+                super().multiply_in_place([native], float(factor))
+                continue
+            for part in host_values.real_parts(native):
+                wide = accumulation_dtype(part.dtype)
+                by = wide.type(factor) if isinstance(factor, float) else factor.astype(wide)
+                cupy.multiply(part, by, out=part, dtype=wide, casting="unsafe")
 
+    @_on_own_device
     def digest(self, native: Any) -> int:
         """See ArrayKind. A kernel makes it, after the work that is queued on the current stream; the host waits."""
         if isinstance(native, np.ndarray):
             return super().digest(native)
-        with on_device(self._device_id):
-            data = cupy.ascontiguousarray(native).reshape(-1).view(np.uint8)
-            if data.data.ptr % 8:
-                data = data.copy()
-            whole = data.size - data.size % 8
-            sums = self._packer.digest_sums(data[:whole].view(np.uint64))
-            return host_values.digest_of_sums(sums, data[whole:].get())
+        data = cupy.ascontiguousarray(native).reshape(-1).view(np.uint8)
+        if data.data.ptr % 8:
+            data = data.copy()
+        whole = data.size - data.size % 8
+        sums = self._packer.digest_sums(data[:whole].view(np.uint64))
+        return host_values.digest_of_sums(sums, data[whole:].get())
 
+    @_on_own_device
     def all_finite(self, flat: Any) -> Any:
         """See ArrayKind."""
         parts = flat.view(part_dtype(flat.dtype))
-        with on_device(self._device_id):
-            if dtype_name(parts.dtype) not in _FLOATING:
-                return cupy.ones((), np.bool_)
-            return cupy.isfinite(parts.astype(np.float32) if dtype_name(parts.dtype) == "bfloat16" else parts).all()
+        return cupy.isfinite(parts.astype(np.float32) if dtype_name(parts.dtype) == "bfloat16" else parts).all()
 
+    @_on_own_device
     def sum_of_squares(self, flat: Any) -> Any:
         """See ArrayKind."""
         parts = flat.view(part_dtype(flat.dtype))
-        with on_device(self._device_id):
-            return cupy.multiply(parts, parts, dtype=np.float64, casting="unsafe").sum()
+        return cupy.multiply(parts, parts, dtype=np.float64, casting="unsafe").sum()
 
     def writeable(self, native: Any) -> bool:
         """See ArrayKind."""

@@ -151,7 +151,8 @@ def _check_devices(
     told = client.exchange(f"nccl/{group}/devices", mine, timeout_seconds=seconds)
     if others := [rank for rank, text in enumerate(told) if text[0] != debugs]:
         raise InvalidArgument(
-            f"{client.label}: GRADSYNC_DEBUG is {int(debugs)} here, and not on {name_ranks(others)}: set it on all ranks"
+            f"{client.label}: GRADSYNC_DEBUG is {'' if debugs else 'not '}set here, and on {name_ranks(others)} it is "
+            f"{'not' if debugs else 'set'}: set it on all ranks"
         )
     for rank, text in enumerate(told):
         by_device.setdefault(text[1:], []).append(rank)
