@@ -165,11 +165,9 @@ def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSetti
             this error.
         RendezvousTimeout, RankFailed: a rank did not call this function, or died.
     """
-    from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES  # imported here: a single rank does not need it
-
     mine = _offer_of_gpu(settings) if wanted == "auto" else _YES if is_checked else _offer(wanted, settings)
-    offer = f"{wanted}\n{mine}".encode()[: min(_MAX_OFFER_BYTES, MAX_EXCHANGED_BYTES // client.world_size)]
-    offers = client.exchange("backend/offers", offer, timeout_seconds=settings.timeout_seconds)
+    offer = f"{wanted}\n{mine}".encode()[:_MAX_OFFER_BYTES]
+    offers = client.exchange("backend/offers", offer, root=0, timeout_seconds=settings.timeout_seconds)
     if client.rank == 0:
         try:
             decision = "\n".join(("", *_decide([each.decode(errors="replace") for each in offers], wanted, settings)))

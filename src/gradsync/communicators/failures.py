@@ -171,7 +171,7 @@ def publish_description(client: RendezvousClient, group: str, position: int, tex
         position: the event's number in the group, equal on all ranks that disagree on the event.
         text: the Description, as text.
     """
-    from gradsync.rendezvous.frames import MAX_EVENT_BYTES, event_prefix  # imported here to keep a rank's start short
+    from gradsync.rendezvous.wire import MAX_EVENT_BYTES, event_prefix  # imported here to keep a rank's start short
 
     client.delete(event_prefix(group, client.world_ranks[client.rank]))
     data = text.encode(errors="replace")
@@ -223,7 +223,7 @@ def exchange_descriptions(
 
 
 def _read_description(client: RendezvousClient, group: str, position: int, rank: int, deadline: float) -> str:
-    from gradsync.rendezvous.frames import MAX_EVENT_BYTES
+    from gradsync.rendezvous.wire import MAX_EVENT_BYTES
 
     pieces: list[bytes] = []
     while not pieces or len(pieces[-1]) == MAX_EVENT_BYTES:
@@ -234,7 +234,7 @@ def _read_description(client: RendezvousClient, group: str, position: int, rank:
 
 
 def _piece_key(group: str, position: int, rank: int, number: int) -> str:
-    from gradsync.rendezvous.frames import event_key
+    from gradsync.rendezvous.wire import event_key
 
     key = event_key(group, position, rank)
     return key if number == 0 else f"{key}/{number}"
@@ -286,7 +286,7 @@ def _number_and_title(entry: Entry | None, *, is_launched: bool) -> tuple[int, s
     The title of a message contains the program's current line of code, because the server adds no line of code to this
     title. If two ranks wait for each other, each waits in a different message, and the user needs both lines of code.
     """
-    from gradsync.rendezvous.frames import OF_MESSAGES  # imported here to keep the start of a rank short
+    from gradsync.rendezvous.wire import OF_MESSAGES  # imported here to keep the start of a rank short
 
     if entry is None:
         return OF_MESSAGES, "a collective"
@@ -315,7 +315,7 @@ def status_report() -> tuple[str, dict[str, list[tuple[int, int, str, bool]]]]:
         A text, which also has the Python stacks of this process; and, by group, the same collectives as data, for the
         comparison with other ranks. Each collective is a tuple: number, digest, title, whether it is still running.
     """
-    from gradsync.rendezvous.frames import MAX_CALL_BYTES, MAX_STATUS_CALLS, clip_text
+    from gradsync.rendezvous.wire import MAX_CALL_BYTES, MAX_STATUS_CALLS, clip_text
 
     recorders = _reported_recorders()
     calls: dict[str, list[tuple[int, int, str, bool]]] = {}
@@ -333,7 +333,7 @@ def _reported_recorders() -> list[FlightRecorder]:
 
     The list has at most MAX_STATUS_GROUPS flight recorders, because a message to the server has no room for more.
     """
-    from gradsync.rendezvous.frames import MAX_STATUS_GROUPS  # imported here to keep the start of a rank short
+    from gradsync.rendezvous.wire import MAX_STATUS_GROUPS  # imported here to keep the start of a rank short
 
     recorders = [r for r in usable_recorders() if r.world_size > 1]
     return sorted(recorders, key=_last_used, reverse=True)[:MAX_STATUS_GROUPS]

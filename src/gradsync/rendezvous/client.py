@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS, check_seconds
-from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, name_ranks
+from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, RendezvousError, name_ranks
 from gradsync.machine import machine_identity
 from gradsync.rendezvous.connection import (
     AT_ONCE_SECONDS,
@@ -26,17 +26,17 @@ from gradsync.rendezvous.connection import (
     Connection,
     dial,
 )
-from gradsync.rendezvous.frames import (
+from gradsync.rendezvous.sockets import ConnectionLost
+from gradsync.rendezvous.wire import (
     MAX_NAME_BYTES,
     MAX_RANKS,
+    MAX_VALUE_BYTES,
     Calls,
-    FrameType,
+    Kind,
+    check_secret,
     clip_text,
     is_under,
 )
-from gradsync.rendezvous.handshake import check_secret
-from gradsync.rendezvous.liveness import heartbeat_seconds
-from gradsync.rendezvous.sockets import ConnectionLost
 
 _JOIN_ATTEMPTS = 50
 
@@ -95,6 +95,7 @@ class RendezvousClient:
         world_size: int,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         shown_seconds: float | None = None,
+        world: str = "",
     ) -> RendezvousClient:
         """Joins the next generation: connects, authenticates, and waits until all ranks have joined.
 
@@ -107,6 +108,7 @@ class RendezvousClient:
             world_size: the number of launched ranks.
             timeout_seconds: the time limit for connecting and joining together.
             shown_seconds: the timeout to name in error texts, if it is not `timeout_seconds`.
+            world: the name of the world; a server has any number of worlds, and "" is the launcher's.
 
         Raises:
             InvalidArgument: an argument is malformed or out of its range.
@@ -130,21 +132,18 @@ class RendezvousClient:
             attempts_left -= 1
             connection = dial(address, secret=secret, deadline=deadline, label=label, shown_seconds=shown_seconds)
             try:
-                connection.start(heartbeat_seconds(world_size))
-                [number] = connection.ask(
-                    "joining",
-                    max(deadline - time.monotonic(), 0.0),
-                    FrameType.JOIN,
-                    *(rank, world_size, *process),
-                    shown_seconds=shown_seconds,
+                seconds = max(deadline - time.monotonic(), 0.0)
+                number, ranks = connection.ask(
+                    "joining", seconds, Kind.JOIN, world, rank, world_size, None, *process, shown_seconds=shown_seconds
                 )
             except BaseException as error:
                 connection.abandon()
                 # A server that is flooded with connections may drop a connection that has not authenticated yet.
-                if not isinstance(error.__cause__, ConnectionLost) or connection.is_accepted or not attempts_left:
+                is_dropped = isinstance(error, RendezvousError) and isinstance(error.__cause__, ConnectionLost)
+                if not is_dropped or not attempts_left or time.monotonic() >= deadline:
                     raise
                 continue
-            return cls(connection, tuple(range(world_size)), rank, generation=number)
+            return cls(connection, tuple(ranks), rank, generation=number)
 
     def group(self, members: Sequence[int], name: str) -> RendezvousClient:
         """Returns this rank's client for a group of these members. All members must call `group` with equal arguments.
@@ -198,8 +197,7 @@ class RendezvousClient:
             RendezvousError: the server is gone, does not answer, or has no room for the value.
             RankFailed, CollectiveTimeout: the generation has failed.
         """
-        data = bytes(value) if isinstance(value, (bytearray, memoryview)) else value
-        self._ask_at_once(f"set {key!r}", FrameType.SET, self._scoped(key), data)
+        self._ask_at_once(f"set {key!r}", Kind.SET, self._scoped(key), self._checked_value(f"set {key!r}", value))
 
     def get(self, key: str, *, from_rank: int | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> bytes:
         """Returns the value of a key; waits until the key is set.
@@ -216,42 +214,44 @@ class RendezvousClient:
             RankFailed: a rank died, `from_rank` has left the world, or every other rank has left the world.
         """
         setter = None if from_rank is None else self.world_ranks[from_rank]
-        operation = f"get {key!r}"
-        return bytes(self._connection.ask(operation, timeout_seconds, FrameType.GET, self._scoped(key), setter))
+        [value] = self._connection.ask(f"get {key!r}", timeout_seconds, Kind.GET, self._scoped(key), setter)
+        return bytes(value)
 
     def delete(self, key: str) -> None:
         """Removes a key, and all keys that begin with "key/"."""
-        self._ask_at_once(f"delete {key!r}", FrameType.DELETE, self._scoped(key))
+        self._ask_at_once(f"delete {key!r}", Kind.DELETE, self._scoped(key))
 
     def exchange(
         self,
         name: str,
         value: bytes,
         *,
+        root: int | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        arriving: tuple[list[object], object] | None = None,
     ) -> list[bytes]:
         """Returns the values of all members, by rank. Every member must call `exchange`, with the same name.
 
         Args:
             name: the exchange's name.
-            value: at most 60 KiB, and at most 512 KiB divided by the number of members.
+            value: at most 60 KiB; without a root at most 512 KiB divided by the number of members.
+            root: the member that gets the values. The others do not wait, and get []. None: all get them.
             timeout_seconds: this rank's deadline.
-            arriving: a pair (list, item). The item is appended to the list when the values arrive, before the thread
-                that waits for them wakes. So the items of several threads are in the order in which the server ended
-                the exchanges, which is the same on all ranks; the threads have no other way to learn this order.
 
         Raises:
-            InvalidArgument: the value is too long, or this rank already waits in an exchange with this name.
+            InvalidArgument: the value is too long, or a later call of this rank has taken the place of this one.
             RendezvousTimeout: `missing_ranks` has the ranks that did not arrive; the text has their states.
             RankFailed: a rank died, or a member has left the world.
         """
-        fields = self._scoped(name), self._members, bytes(value)
         operation = f"exchange {name!r}"
-        values = self._connection.ask(operation, timeout_seconds, FrameType.EXCHANGE, *fields, arriving=arriving)
-        if values is None:  # all values are empty
+        data, to = self._checked_value(operation, value), None if root is None else self.world_ranks[root]
+        found = self._connection.ask(
+            operation, timeout_seconds, Kind.EXCHANGE, self._scoped(name), self._members, data, to
+        )
+        if root is not None and root != self.rank:
+            return []
+        if not found:  # all values are empty
             return [b""] * self.world_size
-        by_world_rank = dict(zip(sorted(self.world_ranks), values, strict=True))
+        by_world_rank = dict(zip(sorted(self.world_ranks), found[0], strict=True))
         return [by_world_rank[rank] for rank in self.world_ranks]
 
     def barrier(self, name: str = "", *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
@@ -261,8 +261,16 @@ class RendezvousClient:
         rank that reaches its deadline no longer counts as arrived, and may call `barrier` again. Raises the errors of
         `exchange`.
         """
-        fields = self._scoped(name), self._members, b""
-        self._connection.ask(f"barrier {name!r}", timeout_seconds, FrameType.EXCHANGE, *fields)
+        fields = self._scoped(name), self._members, b"", None
+        self._connection.ask(f"barrier {name!r}", timeout_seconds, Kind.EXCHANGE, *fields)
+
+    def _checked_value(self, operation: str, value: Any) -> bytes:
+        if not isinstance(value, (bytes, bytearray, memoryview)) or len(value) > MAX_VALUE_BYTES:
+            given = f"{len(value)} bytes" if isinstance(value, (bytes, bytearray, memoryview)) else type(value).__name__
+            raise InvalidArgument(
+                f"{self.label}: {operation}: value needs to be bytes of length 0 to {MAX_VALUE_BYTES}, got {given}"
+            )
+        return bytes(value)
 
     # Leaving.
 
@@ -272,16 +280,15 @@ class RendezvousClient:
         Once every member has called `announce_left` or left the world, the server removes the keys whose name is `name`
         or begins with "name/".
         """
-        with contextlib.suppress(ValueError):
-            self._post(FrameType.LEAVE, self._scoped(name), self._members, operator.index(position))
+        self._connection.departed.pop(self._scoped(name), None)
+        self._post(Kind.LEAVE, self._scoped(name), self._members, operator.index(position))
 
     def left_ranks(self, name: str) -> dict[int, int]:
-        """Returns the members that have called `announce_left` with this name: their world ranks, and their positions.
+        """Returns the other members that have called `announce_left` with this name: world ranks, and their positions.
 
-        The result is empty once every member has called `announce_left` or left the world.
+        The server tells each rank at once, so that this never waits.
         """
-        numbers = self._ask_at_once(f"left_ranks {name!r}", FrameType.LEFT_RANKS, self._scoped(name), self._members)
-        return dict(zip(numbers[::2], numbers[1::2], strict=True))
+        return dict(self._connection.departed.get(self._scoped(name), {}))
 
     def close(self) -> None:
         """Leaves the group, or the world. Idempotent. The generation goes on without this rank.
@@ -347,7 +354,7 @@ class RendezvousClient:
             missing: the world ranks for which this rank waits. None if this rank does not know these ranks: the server
                 then names the ranks that have begun fewer collectives.
         """
-        self._post(FrameType.STUCK, *self._wait_fields(group, position, what, waited_seconds, missing), False)
+        self._post(Kind.WAITING, *self._wait_fields(group, position, what, waited_seconds, missing), False)
 
     def report_stuck(
         self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
@@ -366,7 +373,7 @@ class RendezvousClient:
             CommunicatorClosed: this client was closed.
         """
         fields = self._wait_fields(group, position, what, waited_seconds, missing)
-        self._connection.await_failure(FrameType.STUCK, *fields, True)
+        self._connection.await_failure(Kind.WAITING, *fields, True)
         missing_names = f" for {name_ranks(missing)}" if missing else ""
         raise CollectiveTimeout(
             f"{self._connection.label}: waited {waited_seconds:.3g} s in {what}{missing_names}; the server "
@@ -386,14 +393,14 @@ class RendezvousClient:
         """
         self._connection.report_failure(reason, culprit)
 
-    def _ask_at_once(self, operation: str, frame_type: FrameType, *fields: object) -> Any:
-        return self._connection.ask(operation, AT_ONCE_SECONDS, frame_type, *fields)
+    def _ask_at_once(self, operation: str, kind: Kind, *fields: object) -> Any:
+        return self._connection.ask(operation, AT_ONCE_SECONDS, kind, *fields)
 
-    def _post(self, frame_type: FrameType, *fields: object) -> None:
+    def _post(self, kind: Kind, *fields: object) -> None:
         """Sends a message that needs no answer, unless the generation has failed."""
         with contextlib.suppress(GradsyncError):
             self._connection.raise_failure()
-            self._connection.post(frame_type, *fields)
+            self._connection.post(kind, *fields)
 
     def _wait_fields(
         self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None

@@ -1,70 +1,33 @@
-"""The rendezvous server: one event loop over all connections, and the core that decides (`protocol`).
+"""The rendezvous server: asyncio in a thread of the hosting process, and the core that decides (`worlds.py`).
 
 gradsync's launcher runs the server in its own process, `gradsync serve` runs it alone, and otherwise rank 0 hosts it.
-The server binds its port when it is made, then serves in a background thread or in the calling thread, and never
-blocks on one peer. The server limits the number, lifetime and buffers of connections that have not authenticated yet.
-So these connections cannot use up its memory and its open files.
+It binds its port when it is made. Connections that have not authenticated are few, short-lived and small, so that
+strangers cannot use up the memory and the open files of the process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import logging
 import os
 import queue
-import selectors
 import socket
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Iterable
-from itertools import islice
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from gradsync.arguments import integer_of
 from gradsync.environment import check_removed_variables
 from gradsync.errors import InvalidArgument, RendezvousError
-from gradsync.machine import Latch, machine_identity
-from gradsync.rendezvous.frames import (
-    MAX_RANKS,
-    REFUSED,
-    Action,
-    Close,
-    Ended,
-    Event,
-    FrameType,
-    Inspect,
-    Inspected,
-    Lost,
-    Message,
-    Notice,
-    Received,
-    Send,
-    Started,
-    Tick,
-)
-from gradsync.rendezvous.handshake import NONCE_BYTES, ServerHandshake, ServerProcess, check_secret
-from gradsync.rendezvous.liveness import inspect_peer
-from gradsync.rendezvous.protocol import RendezvousCore
-from gradsync.rendezvous.sockets import (
-    ConnectionLost,
-    bind_listener,
-    format_address,
-    make_room,
-    receive_some,
-    send_some,
-    tune_stream,
-)
-from gradsync.rendezvous.wire import (
-    MAX_FRAME_BYTES,
-    MAX_HANDSHAKE_FRAME_BYTES,
-    FrameError,
-    FrameReader,
-    Session,
-)
+from gradsync.machine import Latch, machine_identity, read_stat
+from gradsync.rendezvous.sockets import bind_listener, format_address, make_room, tune_stream
+from gradsync.rendezvous.wire import MAX_RANKS, Channel, Kind, Message, Status, check_secret
+from gradsync.rendezvous.worlds import Worlds
 
 HANDSHAKE_SECONDS = 5.0
 MAX_UNAUTHENTICATED = 64  # in addition to one connection for each rank, because all ranks may connect at once
@@ -73,87 +36,84 @@ _CLOSING_SECONDS = 1.0  # how long the last bytes may take that are sent to a co
 _STOP_SECONDS = 10.0
 _ACCEPTS_AT_ONCE = 64
 _ACCEPT_PAUSE_SECONDS = 0.1
-# A heartbeat costs time mostly because the event loop wakes up. With many ranks and no requests, the loop waits a
-# moment to handle several heartbeats at once. With few ranks this wait saves less time than it delays requests.
-_BATCH_SECONDS_PER_RANK = 40e-6
-_BATCH_FROM_SECONDS, _BATCH_UP_TO_SECONDS = 5e-3, 40e-3
 _WAITING_NOTICES = 100  # while this number of notices waits for the log, the server drops new notices
 _NOTICES_END_SECONDS = 0.2
 
 _log = logging.getLogger("gradsync.rendezvous")
 
 
-class ServerConnection:
-    """One accepted connection: first the handshake, then messages. Its buffers are bounded; its methods never block.
-
-    Args:
-        number: the connection's number in the core.
-        stream: the non-blocking socket.
-        handshake: the state machine of this connection's handshake, not started yet.
-        deadline: the time by which the connection's first authenticated message must arrive, in monotonic seconds;
-            once the core has closed the connection: the time by which its last bytes must be written.
+class _Peer(asyncio.Protocol):
+    """One accepted connection: first the handshake, then messages.
 
     Attributes:
-        is_unauthenticated: True until the first authenticated message.
-        reader: cuts the received bytes into frames.
-        output: bytes that wait to be written.
-        is_closing: whether the core has closed the connection.
-        is_watched_for_room: whether the event loop waits for the stream to become writable; set by the event loop.
+        number: the connection's number in the core.
+        stream: the socket itself, to close a forked child's copy.
     """
 
-    def __init__(self, number: int, stream: socket.socket, handshake: ServerHandshake, deadline: float) -> None:
+    def __init__(self, server: RendezvousServer, number: int, stream: socket.socket, channel: Channel) -> None:
         self.number = number
         self.stream = stream
-        self.deadline = deadline
-        self.is_unauthenticated = True
-        self.is_closing = False
-        self.is_watched_for_room = False
-        self._handshake = handshake
-        self._session: Session | None = None
-        self.reader = FrameReader()
-        self.output = bytearray()
+        self._server = server
+        self._channel = channel
+        self._transport: asyncio.Transport | None = None
+        self._cause = ""
+        self._is_closing = False
 
-    def receive(self) -> list[Message]:
-        """Reads once and returns the messages that are now complete.
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if self._cause:
+            transport.abort()
 
-        Raises:
-            RendezvousError: the connection has ended, or the peer sent an invalid frame or a wrong proof.
-        """
-        size = MAX_HANDSHAKE_FRAME_BYTES if self.is_unauthenticated else MAX_FRAME_BYTES
-        self.reader.feed(receive_some(self.stream, size), time.monotonic())
-        messages: list[Message] = []
-        while (frame := self.reader.next_frame()) is not None:
-            if self._session is None:
-                step = self._handshake.receive(frame)
-                if isinstance(step, Session):
-                    self._session = step
-                    self.reader.limit_bytes = MAX_FRAME_BYTES
-                else:
-                    self.output += step
-                continue
-            messages.append(self._session.open(frame))
-            self.is_unauthenticated = False
-        return messages
+    def data_received(self, data: bytes) -> None:
+        was_open = self._channel.has_received
+        try:
+            messages = self._channel.feed(data)
+            self.flush()
+            if self._channel.has_received and not was_open and not self._server.admit(self, messages[0]):
+                return
+            for message in messages:
+                if self._is_closing:
+                    return  # the core has closed the connection, for example after a LEAVE
+                self._server.receive(self.number, message)
+        except RendezvousError as error:
+            self.end(str(error))
+        except Exception as error:  # in what one connection has sent: it ends only this connection
+            text = f"an error in the rendezvous server: {error!r}"
+            self._server.notices.write(f"connection {self.number} ended after {text}")
+            _log.debug("rendezvous: connection %d ended after an error", self.number, exc_info=error)
+            self.end(text)
 
-    def send(self, frame_type: FrameType, fields: tuple[Any, ...]) -> None:
-        """Queues a message for an authenticated peer.
+    def send(self, kind: Kind, request: int, *fields: object) -> None:
+        """Sends a message to an authenticated peer."""
+        self._channel.seal(kind, request, *fields)
+        self.flush()
 
-        Raises:
-            ConnectionLost: too many bytes wait to be sent, because the peer does not read.
-            FieldError: a field does not fit the schema.
-            FrameError: the handshake has not ended.
-        """
-        if self._session is None:
-            raise FrameError("a message was queued before the handshake ended")
-        self.output += self._session.seal(frame_type, *fields)
-        if len(self.output) > MAX_OUTPUT_BYTES:
-            raise ConnectionLost(f"the peer has not read the last {MAX_OUTPUT_BYTES} bytes sent to it")
+    def flush(self) -> None:
+        """Hands the channel's bytes to asyncio, which writes them when there is room."""
+        transport, outgoing = self._transport, self._channel.outgoing
+        if transport is not None and outgoing and not transport.is_closing():
+            transport.write(bytes(outgoing))
+            outgoing.clear()
+            if transport.get_write_buffer_size() > MAX_OUTPUT_BYTES:
+                self.end(f"the peer has not read the last {MAX_OUTPUT_BYTES} bytes sent to it")
 
-    def close(self) -> None:
-        """Shuts the stream down, then closes it: the connection ends even if a forked process holds a copy."""
-        with contextlib.suppress(OSError):  # the peer has closed the stream already
-            self.stream.shutdown(socket.SHUT_RDWR)
-        self.stream.close()
+    def close(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Closes the connection once its last bytes are written, at the latest after a second."""
+        if not self._is_closing and self._transport is not None:
+            self._is_closing, self._cause = True, "closed by the server"
+            self._transport.close()
+            loop.call_later(_CLOSING_SECONDS, self._transport.abort)
+
+    def end(self, cause: str) -> None:
+        """Ends the connection now."""
+        self._cause = self._cause or cause
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        reason = "connection closed" if error is None else getattr(error, "strerror", None) or str(error)
+        self._server.forget(self, self._cause or reason)
 
 
 class RendezvousServer:
@@ -165,10 +125,11 @@ class RendezvousServer:
         host: the interface to bind; loopback by default.
         port: the port to bind; 0 lets the kernel choose a free port.
         listener: a listening socket from `bind_listener` to use instead of host and port; the server closes it.
-        host_rank: the rank whose process runs the server, see `RendezvousCore`; None if no rank does.
+        host_rank: the rank whose process runs the server, see `Worlds`; None if no rank does.
 
     Attributes:
         address: the address that the server has bound, e.g. "127.0.0.1:43211" or "[::1]:4000".
+        notices: the writer of notices.
 
     Raises:
         InvalidArgument: an argument is out of its range, the secret is too short or not bytes, or an environment
@@ -189,43 +150,32 @@ class RendezvousServer:
         size = integer_of(world_size)
         if size is None or not 1 <= size <= MAX_RANKS:
             raise InvalidArgument(f"the rendezvous needs a world_size from 1 to {MAX_RANKS}, got {world_size}")
-        world_size = size
-        secret = check_secret(secret)
+        self._secret = check_secret(secret)
         check_removed_variables()
-        listener = listener or bind_listener(host, port)
-        self.address = format_address(listener)
-        machine = machine_identity()
-        self._core = RendezvousCore(world_size, machine=machine, host=host_rank)
-        self._secret = secret
-        self._listener = listener
-        self._run_id = os.urandom(8).hex()  # the keys of every session are derived from this id too
-        self._process = ServerProcess.of(machine, os.getpid())
-        self._claimed = False
-        self._runner: int | None = None  # the thread that runs the event loop
-        self._thread: threading.Thread | None = None  # the same thread, if the server has started it
-        self._stopping = False
-        self._empty = Latch(is_set=True)  # set while there is no connection
-        self._over = Latch()  # set once the event loop has ended
-        make_room(2 * world_size + MAX_UNAUTHENTICATED)
-        self._max_members = 2 * world_size + 16  # twice, because one generation may leave while the next one joins
-        self._max_unauthenticated = world_size + MAX_UNAUTHENTICATED
-        self._batch_seconds = _batch_seconds(world_size)
-        self._is_quiet = False  # whether only heartbeats arrived in this iteration of the event loop
-        self._notices = _NoticeWriter()
-        self._connections: dict[int, ServerConnection] = {}
-        self._unauthenticated: dict[int, ServerConnection] = {}  # the oldest first, which has the earliest deadline
-        self._closing: dict[int, ServerConnection] = {}  # closed by the core, with bytes to write; the oldest first
-        self._lost: deque[tuple[ServerConnection, str]] = deque()
-        self._queued: deque[Event] = deque()  # results of inspections, and events from other threads
-        self._accept_resumes_at: float | None = None
+        self._listener = listener or bind_listener(host, port)
+        self.address = format_address(self._listener)
+        make_room(2 * size + MAX_UNAUTHENTICATED)
+        self._max_members = 2 * size + 16  # twice, because one generation may leave while the next one joins
+        self._max_unauthenticated = size + MAX_UNAUTHENTICATED
+        self._run_id = os.urandom(8).hex()  # the keys of every connection are derived from this, too
+        self._worlds = Worlds(
+            self._send, self._close_peer, self._write_notice, _state_of,
+            machine=machine_identity(), size=size, host=host_rank,
+        )  # fmt: skip
+        self.notices = _NoticeWriter()
+        self._peers: dict[int, _Peer] = {}
+        self._strangers: dict[int, _Peer] = {}  # those that have not authenticated, the oldest first
         self._next_number = 0
-        tune_stream(listener)  # accepted sockets inherit the options: the server sets the options only once
-        self._selector = selectors.DefaultSelector()
-        self._wake_receiver, self._wake_sender = socket.socketpair()
-        self._wake_receiver.setblocking(False)
-        self._wake_sender.setblocking(False)
-        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
-        self._selector.register(listener, selectors.EVENT_READ)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped: asyncio.Event | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._is_claimed = self._is_stopping = False
+        self._runner: int | None = None  # the thread that runs the loop
+        self._thread: threading.Thread | None = None  # the same thread, if the server has started it
+        self._empty = Latch(is_set=True)  # set while there is no connection
+        self._over = Latch()  # set once the loop has ended
+        self._early: list[Any] = []  # what launchers told before the loop ran
         _servers.add(self)
 
     def __enter__(self) -> RendezvousServer:
@@ -257,298 +207,214 @@ class RendezvousServer:
         self._run()
 
     def stop(self) -> None:
-        """Stops the server: closes all connections and frees the port. Waits up to 20 s for the end of the event loop.
+        """Stops the server: closes all connections and frees the port. Waits up to 20 s for the end of its thread.
 
         If the serving thread itself calls `stop` (from a signal handler during `serve_forever`), `stop` returns at
-        once, and the loop ends soon after. Idempotent.
+        once, and the server ends soon after. Idempotent.
         """
-        self._stopping = True
-        self._wake()
-        if not self._claimed:
-            self._claimed = True
-            self._close()
+        self._is_stopping = True
+        self._call_soon(self._set_stopped)
+        if not self._is_claimed:
+            self._is_claimed = True
+            self._end()
         elif self._runner != threading.get_ident():
             self._over.wait(_STOP_SECONDS)
             if self._thread is not None:
                 self._thread.join(_STOP_SECONDS)
 
-    def note_start(self, rank: int, pid: int) -> None:
-        """Records the start of a rank's process on this machine.
+    def note_start(self, rank: int, pid: int, world: str = "") -> None:
+        """Records the start of a rank's process on this machine, also again after its end.
 
-        If the process is paused (SIGSTOP) before it joins, the ranks that wait for it to join get an error.
-
-        Args:
-            rank: the rank's number.
-            pid: the process id.
+        If the process is stopped (SIGSTOP) before it joins, the ranks that wait for it get an error.
         """
-        self._submit(Started(rank, pid))
+        self._call_soon(partial(self._process, world, rank, pid))
 
-    def note_end(self, rank: int, how: str) -> None:
-        """Records that a rank's process has ended; ranks that wait for it to join get an error.
-
-        Args:
-            rank: the rank's number.
-            how: how the process ended, in words, e.g. "ended with exit code 0".
-        """
-        self._submit(Ended(rank, how))
+    def note_end(self, rank: int, how: str, world: str = "") -> None:
+        """Records that a rank's process has ended, in words; ranks that wait for it to join get an error."""
+        self._call_soon(partial(self._process, world, rank, None, how))
 
     def wait_until_empty(self, timeout_seconds: float) -> bool:
-        """Waits until no connection is open; returns False at the deadline. For a process that hosts the server.
-
-        Args:
-            timeout_seconds: how long to wait at most.
-        """
+        """Waits until no connection is open; returns False at the deadline. For a process that hosts the server."""
         return self._empty.wait(timeout_seconds)
 
     def abandon(self) -> None:
-        """Closes a forked child's copies of the descriptors, without any I/O; the parent's streams stay open."""
-        self._claimed = True
+        """Closes a forked child's copies of the sockets, without any I/O; the parent's streams stay open."""
+        self._is_claimed, self._loop = True, None
         self._empty, self._over = Latch(is_set=True), Latch(is_set=True)  # a thread may have held the old ones' locks
-        with contextlib.suppress(OSError):
-            self._close_descriptors(connection.stream for connection in self._connections.values())
+        for stream in (self._listener, *[peer.stream for peer in self._peers.values()]):
+            with contextlib.suppress(OSError):
+                stream.close()
 
     def _claim(self) -> None:
-        if self._claimed:
+        if self._is_claimed:
             raise RendezvousError(
                 f"the rendezvous server at {self.address} was started or stopped before; make a new server"
             )
-        self._claimed = True
+        self._is_claimed = True
 
-    # The event loop: one selector over all sockets.
+    # -- The loop ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Serves until `stop`, then closes everything."""
         self._runner = threading.get_ident()
         try:
-            while not self._stopping:
-                ready = self._selector.select(self._wait_seconds())
-                self._is_quiet = bool(ready)
-                for key, mask in ready:
-                    self._handle_ready(key, mask)
-                    if self._lost:
-                        self._drop_lost()
-                self._handle_time(time.monotonic())
-                self._drop_lost()
-                if self._is_quiet and self._batch_seconds:
-                    time.sleep(self._batch_seconds)
+            asyncio.run(self._serve())
         finally:
-            self._close()
+            self._end()
 
-    def _close(self) -> None:
-        """Closes every descriptor; the peers see the end of their streams."""
-        self._close_descriptors(self._connections.values())
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._stopped = asyncio.Event()
+        self._listener.setblocking(False)
+        tune_stream(self._listener)  # accepted sockets inherit the options: the server sets them only once
+        loop.add_reader(self._listener, self._accept)
+        self._loop = loop
+        early, self._early = self._early, []
+        for call in early:
+            call()
+        if not self._is_stopping:
+            await self._stopped.wait()
+        loop.remove_reader(self._listener)
+        for peer in list(self._peers.values()):
+            peer.end("the server has ended")
+        await asyncio.sleep(0)  # so that asyncio closes the connections
+
+    def _end(self) -> None:
+        self._loop = None
+        with contextlib.suppress(OSError):  # the program may have closed the descriptor itself
+            self._listener.close()
+        self._peers.clear()
         self._empty.set()
-        self._notices.end()
+        self.notices.end()
         self._over.set()
 
-    def _close_descriptors(self, streams: Iterable[socket.socket | ServerConnection]) -> None:
-        self._selector.close()
-        for closable in (*streams, self._listener, self._wake_receiver, self._wake_sender):
-            with contextlib.suppress(OSError):  # the program may have closed the descriptor itself
-                closable.close()
-        self._connections.clear()
-
-    def _submit(self, event: Event) -> None:
-        """Queues an event for the core; safe in any thread."""
-        self._queued.append(event)
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # the pipe is full, so the loop wakes soon; or closed, so the loop has ended
-            self._wake_sender.send(b"\0")
-
-    def _wait_seconds(self) -> float | None:
-        due = [self._core.next_deadline(), self._accept_resumes_at]
-        for waiting in (self._unauthenticated, self._closing):
-            due += [connection.deadline for connection in islice(waiting.values(), 1)]
-        earliest = min((time_due for time_due in due if time_due is not None), default=None)
-        return None if earliest is None else max(0.0, earliest - time.monotonic())
-
-    def _handle_ready(self, key: selectors.SelectorKey, mask: int) -> None:
-        if key.data is not None:
-            if key.data.number not in self._connections:  # the connection was dropped earlier in this iteration
-                return
-            if mask & selectors.EVENT_WRITE:
-                self._flush(key.data)
-            if mask & selectors.EVENT_READ:
-                self._receive(key.data)
-        elif key.fileobj is self._listener:
-            self._accept()
+    def _call_soon(self, call: Any) -> None:
+        """Has the loop's thread call something; safe in any thread, and in a signal handler."""
+        loop = self._loop
+        if loop is None:
+            self._early.append(call)
         else:
-            self._wake_receiver.recv(4096)
-            self._handle_event(Tick())  # this handles the queued events too
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(call)
 
-    def _handle_time(self, now: float) -> None:
-        no_handshake = f"no handshake within {HANDSHAKE_SECONDS:g} s"
-        for waiting, cause in ((self._unauthenticated, no_handshake), (self._closing, "closed by the server")):
-            while (oldest := next(iter(waiting.values()), None)) is not None and oldest.deadline <= now:
-                self._drop(oldest, cause)
-        deadline = self._core.next_deadline()
-        if deadline is not None and deadline <= now:
-            self._handle_event(Tick())
-        if self._accept_resumes_at is not None and self._accept_resumes_at <= now:
-            self._accept_resumes_at = None
-            self._selector.register(self._listener, selectors.EVENT_READ)
-
-    # Connections.
+    def _set_stopped(self) -> None:
+        assert self._stopped is not None
+        self._stopped.set()
 
     def _accept(self) -> None:
-        self._is_quiet = False
+        assert self._loop is not None
         for _ in range(_ACCEPTS_AT_ONCE):
             try:
                 stream, _ = self._listener.accept()
             except OSError as error:
                 self._survive_accept_error(error)
                 return
-            self._admit(stream)
+            stream.setblocking(False)
+            if len(self._strangers) >= self._max_unauthenticated:
+                next(iter(self._strangers.values())).end("too many connections without a handshake")
+            self._next_number += 1
+            peer = _Peer(self, self._next_number, stream, Channel(self._secret, run_id=self._run_id))
+            self._empty.clear()
+            self._peers[peer.number] = self._strangers[peer.number] = peer
+            task = self._loop.create_task(self._loop.connect_accepted_socket(partial(_same, peer), stream))
+            _tasks.add(task)
+            task.add_done_callback(_tasks.discard)
+            self._loop.call_later(HANDSHAKE_SECONDS, self._drop_stranger, peer)
 
     def _survive_accept_error(self, error: OSError) -> None:
         """Accepts nothing for 0.1 s if no descriptor or memory is free; otherwise the loop would spin."""
-        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+        loop = self._loop
+        if loop is None or error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
             return  # no connection waits, or the peer has aborted its connection
-        self._notices.write(f"the rendezvous server cannot accept connections: {error.strerror}")
-        if self._unauthenticated:
-            self._drop(next(iter(self._unauthenticated.values())), "no file descriptor is free")
-        self._selector.unregister(self._listener)
-        self._accept_resumes_at = time.monotonic() + _ACCEPT_PAUSE_SECONDS
+        self.notices.write(f"the rendezvous server cannot accept connections: {error.strerror}")
+        if self._strangers:
+            next(iter(self._strangers.values())).end("no file descriptor is free")
+        loop.remove_reader(self._listener)
+        loop.call_later(_ACCEPT_PAUSE_SECONDS, lambda: loop.add_reader(self._listener, self._accept))
 
-    def _admit(self, stream: socket.socket) -> None:
-        if len(self._unauthenticated) >= self._max_unauthenticated:
-            self._drop(next(iter(self._unauthenticated.values())), "too many connections without a handshake")
-        stream.setblocking(False)
-        self._next_number += 1
-        handshake = ServerHandshake(self._secret, self._run_id, os.urandom(NONCE_BYTES), self._process)
-        connection = ServerConnection(self._next_number, stream, handshake, time.monotonic() + HANDSHAKE_SECONDS)
-        if not self._connections:
-            self._empty.clear()
-        self._connections[connection.number] = connection
-        self._unauthenticated[connection.number] = connection
-        self._selector.register(stream, selectors.EVENT_READ, connection)
+    def _drop_stranger(self, peer: _Peer) -> None:
+        if peer.number in self._strangers:
+            peer.end(f"no handshake within {HANDSHAKE_SECONDS:g} s")
 
-    def _receive(self, connection: ServerConnection) -> None:
-        try:
-            messages = connection.receive()
-        except RendezvousError as error:
-            self._lost.append((connection, str(error)))
-            return
-        except Exception as error:
-            self._end_after_error(connection.number, error)
-            return
-        if not connection.is_unauthenticated and connection.number in self._unauthenticated:
-            del self._unauthenticated[connection.number]
-            if len(self._connections) - len(self._unauthenticated) > self._max_members:
-                self._refuse(connection, messages[0].sequence)
-                return
-        if connection.output:
-            self._flush(connection)
-        for message in messages:
-            if connection.is_closing or connection.number not in self._connections:
-                return  # the core has closed the connection, for example after a LEAVE
-            self._is_quiet = self._is_quiet and message.type is FrameType.HEARTBEAT
-            self._handle_event(Received(connection.number, message))
+    # -- For peers, and for the core -----------------------------------------------------------------------------
 
-    def _refuse(self, connection: ServerConnection, sequence: int) -> None:
-        """Refuses an authenticated connection, because more connections are open than a correct run needs."""
+    def admit(self, peer: _Peer, message: Message) -> bool:
+        """Takes up an authenticated connection; refuses it if more are open than a correct run needs."""
+        self._strangers.pop(peer.number, None)
+        if len(self._peers) - len(self._strangers) <= self._max_members:
+            return True
         text = f"the server has more than {self._max_members} authenticated connections; close some"
-        self._perform([Send(connection.number, FrameType.REFUSED, (sequence, REFUSED, text)), Close(connection.number)])
+        peer.send(Kind.REPLY, message.request, Status.REFUSED, True, text)
+        self._close_peer(peer.number)
+        return False
 
-    def _flush(self, connection: ServerConnection) -> None:
-        if connection.output:
-            try:
-                send_some(connection.stream, connection.output)
-            except ConnectionLost as error:
-                self._lost.append((connection, str(error)))
-                return
-        wants_room = bool(connection.output)
-        if connection.is_closing and not wants_room:
-            self._lost.append((connection, "closed by the server"))
+    def receive(self, number: int, message: Message) -> None:
+        """Passes a message to the core."""
+        self._worlds.received(time.monotonic(), number, message)
+        self._set_timer()
+
+    def forget(self, peer: _Peer, cause: str) -> None:
+        """Forgets a connection that has ended."""
+        if self._peers.pop(peer.number, None) is not None:
+            self._strangers.pop(peer.number, None)
+            _log.debug("rendezvous: connection %d ended: %s", peer.number, cause)
+            self._worlds.lost(time.monotonic(), peer.number, cause)
+            self._set_timer()
+            if not self._peers:
+                self._empty.set()
+
+    def _send(self, number: int, kind: Kind, request: int, *fields: object) -> None:
+        peer = self._peers.get(number)
+        if peer is not None:
+            peer.send(kind, request, *fields)
+
+    def _close_peer(self, number: int) -> None:
+        peer = self._peers.get(number)
+        if peer is not None and self._loop is not None:
+            peer.close(self._loop)
+
+    def _write_notice(self, text: str) -> None:
+        self.notices.write(text)
+
+    def _process(self, world: str, rank: int, pid: int | None, how: str = "") -> None:
+        self._worlds.process(time.monotonic(), world, rank, pid, how)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """Has `_tick` called when the core has something to do."""
+        due_at, loop = self._worlds.next_deadline(), self._loop
+        if due_at is None or loop is None:
             return
-        if wants_room != connection.is_watched_for_room:
-            connection.is_watched_for_room = wants_room
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wants_room else 0)
-            self._selector.modify(connection.stream, events, connection)
+        if self._timer is not None:
+            if self._timer_at <= due_at:
+                return  # it looks again then
+            self._timer.cancel()
+        self._timer, self._timer_at = loop.call_later(max(due_at - time.monotonic(), 0.0), self._tick), due_at
 
-    def _drop_lost(self) -> None:
-        while self._lost:
-            self._drop(*self._lost.popleft())
+    def _tick(self) -> None:
+        self._timer = None
+        self._worlds.tick(time.monotonic())
+        self._set_timer()
 
-    def _drop(self, connection: ServerConnection, cause: str) -> None:
-        if self._connections.pop(connection.number, None) is None:
-            return
-        self._unauthenticated.pop(connection.number, None)
-        self._closing.pop(connection.number, None)
-        self._selector.unregister(connection.stream)
-        connection.close()
-        if not self._connections:
-            self._empty.set()
-        _log.debug("rendezvous: connection %d ended: %s", connection.number, cause)
-        self._handle_event(Lost(connection.number, cause))
 
-    # The core.
+def _same(peer: _Peer) -> _Peer:
+    return peer
 
-    def _handle_event(self, event: Event) -> None:
-        self._perform(self._decide(event))
-        while self._queued:  # a loop, not a recursion, because one iteration may inspect thousands of ranks
-            self._perform(self._decide(self._queued.popleft()))
 
-    def _decide(self, event: Event) -> list[Action]:
-        """Returns the core's actions. An error over what one connection has sent ends only this connection."""
-        try:
-            return self._core.handle(time.monotonic(), event)
-        except Exception as error:
-            if not isinstance(event, Received | Lost):
-                raise
-            self._end_after_error(event.connection, error)
-            return []
+_tasks: set[asyncio.Task[Any]] = set()  # asyncio itself keeps only weak references
 
-    def _end_after_error(self, number: int, error: Exception) -> None:
-        text = f"an error in the rendezvous server: {error!r}"
-        self._notices.write(f"connection {number} ended after {text}")
-        _log.debug("rendezvous: connection %d ended after an error", number, exc_info=error)
-        if number in self._connections:
-            self._lost.append((self._connections[number], text))
 
-    def _perform(self, actions: list[Action]) -> None:
-        """Carries out actions, then writes their output."""
-        for connection in dict.fromkeys(map(self._carry_out, actions)):
-            if connection is not None:
-                self._flush(connection)
-
-    def _carry_out(self, action: Action) -> ServerConnection | None:
-        """Carries out one action; returns the connection to flush, or None."""
-        if isinstance(action, Notice):
-            self._notices.write(action.text)
-            return None
-        if isinstance(action, Inspect):
-            self._inspect(action)
-            return None
-        connection = self._connections.get(action.connection)
-        if connection is None:
-            return None
-        if isinstance(action, Send):
-            try:
-                connection.send(action.type, action.fields)
-            except (ConnectionLost, ValueError) as error:  # a message that is invalid must fail only this connection
-                self._lost.append((connection, str(error)))
-                return None
-        elif not connection.is_closing:  # `_flush` drops the connection once its last bytes are written
-            connection.is_closing = True
-            connection.deadline = time.monotonic() + _CLOSING_SECONDS
-            self._closing[connection.number] = connection
-        return connection
-
-    def _inspect(self, action: Inspect) -> None:
-        """Inspects a silent peer, and queues the result for the core."""
-        stream = None
-        if action.peer >= 0:
-            connection = self._connections.get(action.peer)
-            if connection is None:
-                return
-            stream = connection.stream
-        try:
-            self._queued.append(Inspected(action.peer, inspect_peer(action.pid, stream)))
-        except Exception as error:
-            self._end_after_error(action.peer, error)
+def _state_of(pid: int) -> str:
+    """Returns the state of a process of this machine as /proc has it; "" if it is not known, "Z" if it is gone."""
+    stat = read_stat(pid)
+    if stat is not None:
+        return "Z" if stat.state == "X" else stat.state
+    try:
+        os.kill(pid, 0)  # /proc may hide the processes of other users
+    except ProcessLookupError:
+        return "Z"
+    except OSError:
+        pass
+    return ""
 
 
 # A forked child must not keep the port or the streams open: the end of a stream shows a rank that the server is gone.
@@ -564,17 +430,8 @@ def _abandon_copies() -> None:
 os.register_at_fork(after_in_child=_abandon_copies)
 
 
-def _batch_seconds(ranks: int) -> float:
-    """Returns how long to wait so that the loop handles several heartbeats together; 0 for few ranks."""
-    seconds = min(ranks * _BATCH_SECONDS_PER_RANK, _BATCH_UP_TO_SECONDS)
-    return seconds if seconds >= _BATCH_FROM_SECONDS else 0.0
-
-
 class _NoticeWriter:
-    """Writes notices to the log, in order, in a separate thread.
-
-    A paused terminal or a full pipe blocks this thread, so that it does not block the server.
-    """
+    """Writes notices to the log, in order, in a separate thread: a paused terminal must not block the server."""
 
     def __init__(self) -> None:
         self._texts: queue.Queue[str | None] = queue.Queue(_WAITING_NOTICES)

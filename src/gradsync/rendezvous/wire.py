@@ -1,222 +1,349 @@
-"""Seals and opens frames of the byte stream; `frames` has the schemas of their fields.
+"""The bytes between a rank and the rendezvous server: the handshake, then sealed messages. No I/O and no clock.
 
-`handshake` derives the keys of a `Session`; then both sides seal and open messages with the `Session`. This module
-reads no socket, no clock and no source of randomness. A frame has these parts:
+    client                                  server
+    HELLO     magic, version, nonce              ->
+                                     <-     CHALLENGE  magic, version, nonce, run id; the server's proof
+    PROOF     the client's proof                 ->
+    then messages in both directions: a msgpack array of a request's number and fields
+
+A frame has these parts:
 
     length    4 bytes, big endian: the number of bytes that follow
-    type      1 byte
+    kind      1 byte
     sequence  8 bytes, big endian: counts the frames of one direction from 0
-    body      msgpack array of the type's fields (handshake frames: fixed binary layout)
-    MAC       32 bytes: HMAC-SHA256 of all bytes before the MAC, with the key of this direction
+    body      see above; HELLO, CHALLENGE and PROOF have a fixed layout, so that no decoder runs for a stranger
+    MAC       32 bytes: HMAC-SHA256 of all bytes before it, with the key of this direction; of HELLO zeros
 
-The receiver checks the length of a frame as soon as these 4 bytes have arrived. It decodes the body only after it has
-verified the MAC. The receiver refuses a message that is sent again (in a later run, later in the stream, or in the
-other direction), because the key or the sequence does not match.
+The server gives its proof first, so a client sends no proof to a server that does not know the secret. Each proof
+covers all frames so far and the label of its direction: no frame can be reflected, replayed or spliced. The keys are
+derived from the whole handshake, so they are valid for one connection only. The length of a frame is checked as soon as
+its 4 bytes are there, and its body is decoded only when the MAC was right. `ssl` with a pre-shared key can take the
+place of `Channel` once Python 3.13 is the oldest that gradsync supports.
+
+Source: the mutual challenge and response of ISO/IEC 9798-4 (three passes), with HMAC-SHA256.
 """
 
 from __future__ import annotations
 
+import enum
+import hashlib
 import hmac
+import os
 import struct
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import msgpack
 
-from gradsync.errors import RendezvousError
-from gradsync.rendezvous.frames import SCHEMAS, FieldError, FrameType, Message, check_fields
+from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
 
-MAC_BYTES = 32
+PROTOCOL_VERSION = 15  # below 256: HELLO and CHALLENGE have one byte for it
+
+MAC_BYTES = NONCE_BYTES = 32
+MIN_SECRET_BYTES = 16
 MAX_HANDSHAKE_FRAME_BYTES = 512
 MAX_FRAME_BYTES = 64 * 1024
-#: A frame is refused if it is still incomplete after this time: its length field was probably altered on the way.
-MAX_FRAME_SECONDS = 5.0
-_LENGTH = struct.Struct("!I")
+
+MAX_VALUE_BYTES = 60 * 1024  # leaves room in a frame for the longest key
+MAX_EXCHANGED_BYTES = 512 * 1024  # all members' values together: each member receives all of them
+MAX_NAME_BYTES = 1024  # of names, and of other short texts
+MAX_EVENT_BYTES = 48 * 1024
+MAX_REASON_BYTES = 4096
+MAX_TEXT_BYTES = 8192
+MAX_FAILURE_BYTES = 48 * 1024  # the report of a stuck collective holds the stacks of the ranks
+MAX_REPORT_BYTES = 16 * 1024
+MAX_STATUS_GROUPS = 16
+MAX_STATUS_CALLS = 128
+MAX_CALL_BYTES = 200
+MAX_RANKS = 16_384
+OF_MESSAGES = 0  # in place of a collective's number, which starts at 1: the rank waits in a send or receive
+
+#: By group: for each of a rank's last collectives its number, digest, description, and whether it still runs.
+Calls = Mapping[str, Sequence[tuple[int, int, str, bool]]]
+
+_MAGIC = b"gradsync"
+_PREFIX = _MAGIC + bytes([PROTOCOL_VERSION])
 _HEADER = struct.Struct("!IBQ")
 _MIN_FRAME_BYTES = _HEADER.size + MAC_BYTES
-_LENGTH_OF_EMPTY = _MIN_FRAME_BYTES - _LENGTH.size
+_NO_MAC = bytes(MAC_BYTES)
+
+
+class Kind(enum.IntEnum):
+    """The kinds of frames: of the handshake, of ranks, and from 64 of the server."""
+
+    HELLO, CHALLENGE, PROOF = 1, 2, 3
+    JOIN, SET, GET, DELETE, EXCHANGE, LEAVE, FAIL, BEAT, WAITING, STATUS = range(16, 26)
+    REPLY, FAILED, LEFT, ASK = range(64, 68)
+
+
+class Status(enum.IntEnum):
+    """What a REPLY says: here is the value; or the request was wrong, or refused, or timed out, or has failed."""
+
+    OK, INVALID, REFUSED, TIMED_OUT, FAILED = range(5)
 
 
 class FrameError(RendezvousError):
-    """The received bytes are not a valid frame; the connection cannot be used any further."""
+    """The received bytes are no valid message; the connection cannot be used any further."""
 
 
-@dataclass(slots=True)  # not frozen: every frame makes one, and a frozen object takes three times as long to make
-class Frame:
-    """One frame of the stream, whose MAC is not yet checked; treat it as immutable."""
+class Message(NamedTuple):
+    """One authenticated message. Its repr leaves out the fields, which may hold a secret id.
 
-    type: int
-    sequence: int
-    raw: bytes = field(repr=False)
+    Attributes:
+        kind: the kind.
+        request: the number that the client gave the request, also in the REPLY; 0 if there will be no answer.
+        fields: the fields.
+    """
 
-    @property
-    def body(self) -> bytes:
-        """The fields, encoded."""
-        return self.raw[_HEADER.size : -MAC_BYTES]
+    kind: Kind
+    request: int
+    fields: list[Any]
 
-    @property
-    def mac(self) -> bytes:
-        """The sender's signature: the MAC of the bytes before it."""
-        return self.raw[-MAC_BYTES:]
-
-    @property
-    def signed(self) -> bytes:
-        """The bytes that the MAC covers."""
-        return self.raw[:-MAC_BYTES]
+    def __repr__(self) -> str:
+        return f"{self.kind.name} {self.request}"
 
 
-def pack_frame(frame_type: int, sequence: int, body: bytes) -> bytes:
-    """Returns the header and body of a frame, to which the sender appends the MAC."""
-    return _HEADER.pack(len(body) + _LENGTH_OF_EMPTY, frame_type, sequence) + body
+def check_secret(secret: bytes) -> bytes:
+    """Returns the secret as bytes.
+
+    Raises:
+        InvalidArgument: the secret is neither bytes nor a bytearray, or is shorter than 16 bytes.
+    """
+    if not isinstance(secret, (bytes, bytearray)) or len(secret) < MIN_SECRET_BYTES:
+        size = f"{len(secret)} bytes" if isinstance(secret, (bytes, bytearray)) else type(secret).__name__
+        raise InvalidArgument(
+            f"the rendezvous needs a secret of at least {MIN_SECRET_BYTES} bytes, got {size}; "
+            "make one per run with secrets.token_bytes(32)"
+        )
+    return bytes(secret)
 
 
-def sign(mac: hmac.HMAC, data: bytes) -> bytes:
-    """Returns the MAC of the data, 32 bytes; `mac` holds the key, and does not change."""
+class Channel:
+    """One end of one connection.
+
+    Args:
+        secret: the run's secret.
+        run_id: on the server: the run's name, 1 to 64 bytes; None on a rank.
+
+    Attributes:
+        outgoing: the bytes to send; the owner removes what it has sent.
+        is_open: whether the handshake has ended: `seal` may be called.
+        has_received: whether a message of an authenticated peer has arrived.
+    """
+
+    def __init__(self, secret: bytes, *, run_id: str | None = None) -> None:
+        self.outgoing = bytearray()
+        self.is_open = self.has_received = False
+        self._secret = secret
+        self._run_id = None if run_id is None else run_id.encode()
+        self._transcript = b""
+        self._received = bytearray()
+        self._sent_count = self._received_count = 0
+        self._mac_sent: hmac.HMAC
+        self._mac_received: hmac.HMAC
+        if run_id is None:
+            self._transcript = self._frame(Kind.HELLO, _PREFIX + os.urandom(NONCE_BYTES))
+            self.outgoing += self._transcript + _NO_MAC
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Returns the messages that are complete with these bytes; goes on with the handshake.
+
+        Raises:
+            FrameError: the peer does not speak this protocol, or a frame was altered, replayed, lost or reordered.
+            AuthenticationError: the peer does not know the secret.
+            RendezvousError: the server speaks another version of the protocol.
+        """
+        self._received += data
+        messages: list[Message] = []
+        while (frame := self._next_frame()) is not None:
+            signed, mac = frame[:-MAC_BYTES], frame[-MAC_BYTES:]
+            _, kind, sequence = _HEADER.unpack_from(frame)
+            body = signed[_HEADER.size :]
+            if self.is_open:
+                messages.append(self._message(kind, sequence, signed, body, mac))
+                continue
+            self._expect(kind, sequence)
+            self._received_count += 1
+            if kind == Kind.HELLO:
+                self._challenge(signed, body, mac)
+            elif kind == Kind.CHALLENGE:
+                self._prove(signed, body, mac)
+            else:
+                self._verify(signed, body, mac)
+        return messages
+
+    def seal(self, kind: Kind, request: int, *fields: Any) -> None:
+        """Adds a message to `outgoing`."""
+        signed = self._frame(kind, msgpack.packb((request, *fields), use_bin_type=True))
+        self.outgoing += signed + _signed_by(self._mac_sent, signed)
+
+    def _frame(self, kind: int, body: bytes) -> bytes:
+        """Returns the next frame of this direction, without its MAC."""
+        self._sent_count += 1
+        return _HEADER.pack(len(body) + _MIN_FRAME_BYTES - 4, kind, self._sent_count - 1) + body
+
+    def _next_frame(self) -> bytes | None:
+        if len(self._received) < 4:
+            return None
+        size = 4 + int.from_bytes(self._received[:4], "big")
+        limit = MAX_FRAME_BYTES if self.is_open else MAX_HANDSHAKE_FRAME_BYTES
+        if not _MIN_FRAME_BYTES <= size <= limit:
+            raise FrameError(f"a frame needs {_MIN_FRAME_BYTES} to {limit} bytes, the peer announced {size}")
+        if len(self._received) < size:
+            return None
+        frame = bytes(self._received[:size])
+        del self._received[:size]
+        return frame
+
+    # -- The handshake -------------------------------------------------------------------------------------------
+
+    def _expect(self, kind: int, sequence: int) -> None:
+        if self._run_id is None:
+            expected = Kind.CHALLENGE, 0
+        else:
+            expected = (Kind.PROOF, 1) if self._transcript else (Kind.HELLO, 0)
+        if (kind, sequence) != expected:
+            raise FrameError(f"expected {expected[0].name}, got frame kind {kind}, sequence {sequence}")
+
+    def _challenge(self, signed: bytes, body: bytes, mac: bytes) -> None:
+        """The server's answer to HELLO; one of another version gets it too, so that the client can say why it ends."""
+        assert self._run_id is not None
+        if len(body) != len(_PREFIX) + NONCE_BYTES or not body.startswith(_MAGIC) or mac != _NO_MAC:
+            raise FrameError("malformed HELLO: the peer is not a gradsync client")
+        challenge = self._frame(Kind.CHALLENGE, _PREFIX + os.urandom(NONCE_BYTES) + self._run_id)
+        self._transcript = signed + challenge
+        self.outgoing += challenge + self._proof(b"server")
+
+    def _prove(self, signed: bytes, body: bytes, mac: bytes) -> None:
+        if not body.startswith(_MAGIC) or len(body) <= len(_PREFIX) + NONCE_BYTES:
+            raise FrameError("malformed CHALLENGE: the peer is not a gradsync server")
+        if body[len(_MAGIC)] != PROTOCOL_VERSION:
+            raise RendezvousError(
+                f"the server speaks protocol version {body[len(_MAGIC)]}, this side version {PROTOCOL_VERSION}; "
+                "run the same version of gradsync on every rank"
+            )
+        self._transcript += signed
+        if not hmac.compare_digest(self._proof(b"server"), mac):
+            run_id = body[len(_PREFIX) + NONCE_BYTES :].decode(errors="replace")
+            raise AuthenticationError(
+                f"the server (run {run_id!r}) does not know this run's secret: "
+                "the secret here is wrong, or another run holds this port"
+            )
+        proof = self._frame(Kind.PROOF, b"")
+        self._transcript += proof
+        self.outgoing += proof + self._proof(b"client")
+        self._open(b"client to server", b"server to client")
+
+    def _verify(self, signed: bytes, body: bytes, mac: bytes) -> None:
+        self._transcript += signed
+        if body or not hmac.compare_digest(self._proof(b"client"), mac):
+            raise AuthenticationError("the client does not know the secret of this run")
+        self._open(b"server to client", b"client to server")
+
+    def _proof(self, who: bytes) -> bytes:
+        return hmac.digest(self._secret, b"gradsync 1 %b proof\0" % who + self._transcript, "sha256")
+
+    def _open(self, sending: bytes, receiving: bytes) -> None:
+        digest = hashlib.sha256(self._transcript).digest()
+        sent, received = [
+            hmac.digest(self._secret, b"gradsync 1 %b\0" % way + digest, "sha256") for way in (sending, receiving)
+        ]
+        # The part of a MAC that depends only on the key is computed once, and copied for every frame.
+        self._mac_sent, self._mac_received = hmac.new(sent, digestmod="sha256"), hmac.new(received, digestmod="sha256")
+        self.is_open = True
+
+    # -- Messages ------------------------------------------------------------------------------------------------
+
+    def _message(self, kind: int, sequence: int, signed: bytes, body: bytes, mac: bytes) -> Message:
+        if not hmac.compare_digest(_signed_by(self._mac_received, signed), mac):
+            raise FrameError("the MAC of a frame is wrong: the frame was altered, or belongs to another connection")
+        if sequence != self._received_count:
+            raise FrameError(
+                f"expected frame {self._received_count}, got frame {sequence}: a frame was replayed, lost or reordered"
+            )
+        self._received_count += 1
+        self.has_received = True
+        known = _FROM_SERVER if self._run_id is None else _FROM_RANKS
+        if kind not in known:
+            raise FrameError(f"the peer may not send frame kind {kind}")
+        try:
+            request, *fields = msgpack.unpackb(body, raw=False, use_list=True)
+        except Exception as error:  # the decoder raises many types of errors, which all mean the same here
+            raise FrameError(f"the body of a frame is no msgpack array: {type(error).__name__}") from None
+        if type(request) is not int or not 0 <= request < 2**63:
+            raise FrameError("malformed message: a request's number is an integer from 0 to 2**63 - 1")
+        return Message(known[kind], request, fields)
+
+
+_FROM_RANKS = {int(kind): kind for kind in Kind if Kind.JOIN <= kind < Kind.REPLY}
+_FROM_SERVER = {int(kind): kind for kind in Kind if kind >= Kind.REPLY}
+
+
+def _signed_by(mac: hmac.HMAC, data: bytes) -> bytes:
     mac = mac.copy()
     mac.update(data)
     return mac.digest()
 
 
-class FrameReader:
-    """Cuts a byte stream into frames; holds at most one frame of the allowed length plus the bytes of one `feed`.
+# -- Checks of fields, and texts --------------------------------------------------------------------------------------
 
-    Attributes:
-        limit_bytes: the longest frame accepted now; the owner raises this limit after the handshake.
-    """
-
-    def __init__(self) -> None:
-        self.limit_bytes = MAX_HANDSHAKE_FRAME_BYTES
-        self._buffer = b""
-        self._taken = 0  # the number of bytes already returned
-        self._fed_at = 0.0
-        self._begun_at = 0.0  # when the first bytes of the incomplete frame at the end of the buffer arrived
-
-    def feed(self, data: bytes, now: float = 0.0) -> None:
-        """Adds bytes that were read from the stream at `now`, in monotonic seconds."""
-        self._fed_at = now
-        if self._taken == len(self._buffer):
-            self._begun_at = now
-        self._buffer = self._buffer[self._taken :] + data
-        self._taken = 0
-
-    def next_frame(self) -> Frame | None:
-        """Returns the next whole frame, or None while more bytes are needed.
-
-        Raises:
-            FrameError: the announced length is outside the range that is accepted now, or a frame that began more than
-                5 s ago is still incomplete although new bytes have arrived.
-        """
-        buffer, begin = self._buffer, self._taken
-        held_bytes = len(buffer) - begin
-        if held_bytes >= _LENGTH.size:
-            total_bytes = _LENGTH.unpack_from(buffer, begin)[0] + _LENGTH.size
-            if not _MIN_FRAME_BYTES <= total_bytes <= self.limit_bytes:
-                raise FrameError(
-                    f"a frame needs {_MIN_FRAME_BYTES} to {self.limit_bytes} bytes, the peer announced {total_bytes}"
-                )
-            if held_bytes >= total_bytes:
-                self._taken = end = begin + total_bytes
-                self._begun_at = self._fed_at
-                _, frame_type, sequence = _HEADER.unpack_from(buffer, begin)
-                return Frame(frame_type, sequence, buffer[begin:end])
-        if held_bytes and self._fed_at - self._begun_at > MAX_FRAME_SECONDS:
-            raise FrameError(
-                f"the peer's last message has been incomplete for {MAX_FRAME_SECONDS:g} s: "
-                "the data was probably altered on the way"
-            )
-        return None
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "bool": (bool,),
+    "str": (str,),
+    "bytes": (bytes,),
+    "dict": (dict,),
+    "list": (list,),
+    "None": (type(None),),
+}
 
 
-class Session:
-    """Seals outgoing and opens incoming messages of one authenticated connection, in both directions.
+def check_fields(handler: Callable[..., Any], skip: int, kind: Kind, fields: Sequence[Any]) -> None:
+    """Checks the number and the types of a message's fields against the annotations of its handler.
 
     Args:
-        send_key, receive_key: the direction keys that the handshake derived, 32 bytes each.
-        is_server: whether this is the server's side, which determines the accepted frame types and the first sequences.
+        handler: whose parameters, after the first `skip`, are the fields.
+        skip, kind, fields: see above.
 
-    Attributes:
-        send_sequence: the sequence of the next frame to send.
+    Raises:
+        FrameError: they do not fit.
     """
-
-    def __init__(
-        self,
-        *,
-        send_key: bytes,
-        receive_key: bytes,
-        is_server: bool,
-    ) -> None:
-        # The parts of a MAC that depend only on the key are computed once, and copied for every frame.
-        self._mac_sent = hmac.new(send_key, digestmod="sha256")
-        self._mac_received = hmac.new(receive_key, digestmod="sha256")
-        # HELLO and PROOF of the client had the numbers 0 and 1, the server's CHALLENGE had 0.
-        self.send_sequence, self._receive_sequence = (1, 2) if is_server else (2, 1)
-        self._accepted_types = _FROM_CLIENTS if is_server else _FROM_SERVER
-
-    def seal(self, frame_type: FrameType, *fields: Any) -> bytes:
-        """Returns the frame of one message as bytes for the stream.
-
-        Raises:
-            FieldError: a field does not fit the schema; the sequence stays the same.
-        """
-        check_fields(frame_type, fields)
-        signed = pack_frame(frame_type, self.send_sequence, _encode(fields))
-        frame = signed + sign(self._mac_sent, signed)
-        self.send_sequence += 1
-        return frame
-
-    def open(self, frame: Frame) -> Message:
-        """Checks a frame's MAC, sequence, type and fields, and returns its message.
-
-        Raises:
-            FrameError: one of the checks failed.
-        """
-        if not hmac.compare_digest(sign(self._mac_received, frame.signed), frame.mac):
-            raise FrameError("the MAC of a frame is wrong: the frame was altered, or belongs to another connection")
-        if frame.sequence != self._receive_sequence:
-            raise FrameError(
-                f"expected frame {self._receive_sequence}, got frame {frame.sequence}: "
-                "a frame was replayed, lost or reordered"
-            )
-        self._receive_sequence += 1
-        frame_type = self._accepted_types.get(frame.type)
-        if frame_type is None:
-            raise FrameError(f"the peer may not send frame type {frame.type}")
-        fields = _decode(frame.body)
-        try:
-            check_fields(frame_type, fields)
-        except FieldError as error:
-            raise FrameError(f"malformed {frame_type.name}: {error}") from None
-        return Message(frame_type, frame.sequence, fields)
+    types = _types_of(handler, skip)
+    if len(fields) != len(types):
+        raise FrameError(f"malformed {kind.name}: it needs {len(types)} fields, got {len(fields)}")
+    for (name, allowed), value in zip(types, fields, strict=True):
+        if type(value) not in allowed:
+            raise FrameError(f"malformed {kind.name}: {name} is a {type(value).__name__}")
 
 
-_FROM_CLIENTS = {int(frame_type): frame_type for frame_type in SCHEMAS if not frame_type.from_server}
-_FROM_SERVER = {int(frame_type): frame_type for frame_type in SCHEMAS if frame_type.from_server}
+@lru_cache(maxsize=64)
+def _types_of(handler: Callable[..., Any], skip: int) -> list[tuple[str, tuple[type, ...]]]:
+    found = []
+    for name in handler.__code__.co_varnames[skip : handler.__code__.co_argcount]:
+        words = [word.partition("[")[0].strip() for word in handler.__annotations__[name].split("|")]
+        found.append((name, tuple([kind for word in words for kind in _TYPES[word]])))
+    return found
 
 
-class _Packers(threading.local):
-    """One packer for each thread, kept because making a packer takes longer than encoding a message."""
-
-    def __init__(self) -> None:
-        self.pack: Callable[[tuple[Any, ...]], bytes] = msgpack.Packer(use_bin_type=True).pack
-
-
-_packers = _Packers()
+def clip_text(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Returns the text shortened to `max_bytes` in UTF-8; characters that cannot be encoded are replaced."""
+    data = text.encode("utf-8", "replace")
+    if len(data) <= max_bytes:
+        return data.decode()
+    return data[: max_bytes - 4].decode("utf-8", "ignore") + " ..."
 
 
-def _encode(fields: tuple[Any, ...]) -> bytes:
-    try:
-        return _packers.pack(fields)
-    except UnicodeEncodeError:
-        raise FieldError("text needs to be encodable in UTF-8, got a lone surrogate") from None
+def event_key(group: str, position: int, rank: int) -> str:
+    """Returns the key for the description of a rank's collective, which the ranks read if their collectives differ."""
+    return f"{event_prefix(group, rank)}/{position}"
 
 
-def _decode(body: bytes) -> tuple[Any, ...]:
-    try:
-        fields = msgpack.unpackb(body, raw=False, use_list=True)
-    except Exception as error:  # the decoder raises many types of errors, which all mean the same here
-        raise FrameError(f"the body of a frame is not msgpack: {type(error).__name__}") from None
-    if type(fields) is not list:
-        raise FrameError(f"the body of a frame needs to be a msgpack array, got {type(fields).__name__}")
-    return tuple(fields)
+def event_prefix(group: str, rank: int) -> str:
+    """Returns the common beginning of a rank's keys for all positions, which the rank deletes together."""
+    return f"{group}/agree/{rank}"
+
+
+def is_under(name: str, prefix: str) -> bool:
+    """Whether a name is the prefix itself, or begins with "prefix/"."""
+    return name == prefix or name.startswith(f"{prefix}/")

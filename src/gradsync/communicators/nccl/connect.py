@@ -13,7 +13,7 @@ from gradsync.environment import DEBUG, RankEnvironment, WorldSettings
 from gradsync.errors import BackendUnavailable, InvalidArgument, name_ranks
 from gradsync.machine import boot_id
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES
+from gradsync.rendezvous.wire import MAX_EXCHANGED_BYTES
 
 _MULTI_RANK_GPU_SINCE = 23000  # NCCL 2.30
 # If ranks share a GPU, their kernels wait for each other, so these kernels must fit on the GPU at the same time.

@@ -1,0 +1,836 @@
+"""The server's core: worlds by name, their generations, keys, exchanges, failures. No sockets, no clock, no randomness.
+
+A world is a set of ranks that join under one name. It has generations: one forms when all ranks have joined and the one
+before has ended; it fails when a member's connection ends without a LEAVE, a member reports a failure or is found
+stopped, or a collective does not end in time (`stuck.py`). Every member gets the first failure at once, and again as
+the answer to each later request. What a generation has stored goes with it.
+
+Requests that wait have a deadline, which travels with them: the core answers at the deadline, and names who is missing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from gradsync.errors import MAX_NAMED_RANKS
+from gradsync.rendezvous.stuck import Stuck
+from gradsync.rendezvous.wire import (
+    MAX_EXCHANGED_BYTES,
+    MAX_FAILURE_BYTES,
+    MAX_NAME_BYTES,
+    MAX_RANKS,
+    MAX_VALUE_BYTES,
+    Kind,
+    Message,
+    Status,
+    check_fields,
+    clip_text,
+    is_under,
+)
+
+DIED, STUCK, SILENT = range(3)  # kinds of failures
+MAX_STORED_BYTES = 64 * 1024**2
+MAX_WAITS_PER_CONNECTION = 64
+NOTICE_SECONDS = 5.0
+SILENT_SECONDS = 10.0  # a member that has sent nothing for so long, and that /proc calls stopped or zombie, is lost
+_LOOK_SECONDS = 2.0  # how often silent members are looked for
+_LATEST_SECONDS = 10**9
+_MISSING_RANK_BYTES = 3  # the largest number of bytes for one rank in an encoded list
+_MAX_RANKS_BESIDE_TEXT = 12 * 1024  # a failure that lists this number of ranks still has room for a text of 12 KiB
+
+# Ranks in ascending order. All ranks together are a `range`, which is compared, hashed and searched in constant time.
+Members = tuple[int, ...] | range
+
+
+class Failure(NamedTuple):
+    """Why a request or a whole generation has failed.
+
+    Attributes:
+        rank: the rank that caused it; one of them if there are several.
+        phase: that rank's phase: joining, running or left.
+        text: the full description.
+        kind: DIED, STUCK or SILENT.
+        missing: the ranks that have not arrived at a stuck collective, as far as they are known.
+    """
+
+    rank: int
+    phase: str
+    text: str
+    kind: int = DIED
+    missing: tuple[int, ...] = ()
+
+    def fields(self) -> tuple[object, ...]:
+        """Returns the fields of a message that tells it."""
+        room = MAX_FAILURE_BYTES - _MISSING_RANK_BYTES * min(len(self.missing), _MAX_RANKS_BESIDE_TEXT)
+        return self.kind, self.rank, self.phase, self.missing, clip_text(self.text, room)
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """One rank of a generation.
+
+    Attributes:
+        connection: the number of its connection.
+        pid: its process id; 0 if unknown.
+        host: the name of its machine; "" on the server's machine.
+        seen_at: when it last sent something, in monotonic seconds.
+        is_present: whether it is connected, and has not left.
+        has_left: whether it has left, in order.
+        begun: the number of collectives that it has begun, by group.
+    """
+
+    connection: int
+    pid: int
+    host: str
+    seen_at: float
+    is_present: bool = True
+    has_left: bool = False
+    begun: dict[str, int] = field(default_factory=dict)
+
+
+class Request:
+    """One request, until it is answered.
+
+    Attributes:
+        rank: who asks.
+        connection, number: where the answer goes.
+        is_open: whether it waits for its answer.
+    """
+
+    __slots__ = ("_send", "connection", "is_open", "number", "rank", "when_late")
+
+    def __init__(self, send: Callable[..., None], connection: int, number: int, rank: int) -> None:
+        self._send = send
+        self.connection, self.number, self.rank = connection, number, rank
+        self.is_open = True
+        self.when_late: Callable[[Request], None] = lambda _: None
+
+    def reply(self, *values: object) -> None:
+        """Answers with values."""
+        self._answer(Status.OK, True, *values)
+
+    def reply_in_parts(self, parts: Sequence[list[bytes]]) -> None:
+        """Answers with lists that do not fit into one frame."""
+        for part in parts[:-1]:
+            self._send(self.connection, Kind.REPLY, self.number, Status.OK, False, part)
+        self.reply(parts[-1])
+
+    def invalid(self, text: str) -> None:
+        """Answers that the caller made a mistake."""
+        self._answer(Status.INVALID, True, clip_text(text))
+
+    def refuse(self, text: str) -> None:
+        """Answers that the state of the run forbids it."""
+        self._answer(Status.REFUSED, True, clip_text(text))
+
+    def fail(self, failure: Failure) -> None:
+        """Answers with a failure."""
+        self._answer(Status.FAILED, True, *failure.fields())
+
+    def time_out(self, missing: Sequence[int], states: str) -> None:
+        """Answers at the deadline, with the ranks that are missing and their states in words."""
+        self._answer(Status.TIMED_OUT, True, tuple(missing), clip_text(states))
+
+    def _answer(self, status: Status, *fields: object) -> None:
+        if self.is_open:
+            self.is_open = False
+            if self.number:
+                self._send(self.connection, Kind.REPLY, self.number, status, *fields)
+
+
+class Exchange:
+    """One exchange: its members arrive, each with a value. A barrier is an exchange of empty values."""
+
+    def __init__(self, members: Members, root: int | None) -> None:
+        self.members = members
+        self.root = root
+        self.values: dict[int, bytes] = {}  # of those that have arrived
+        self.waiting: dict[int, Request] = {}
+        self.late: set[int] = set()  # those that had arrived, and have reached their deadline
+
+    def missing(self) -> tuple[int, ...]:
+        """Returns the members that never arrived; if there are none, those that have reached their deadline."""
+        absent = tuple(rank for rank in self.members if rank not in self.values)
+        return tuple(rank for rank in absent if rank not in self.late) or absent
+
+
+class Generation:
+    """The ranks of a world that have joined together.
+
+    Attributes:
+        size: the number of ranks.
+        number: counted from 1; 0 until it has formed.
+        failure: why it has failed, or None.
+        members: the ranks that have joined, also those that have left or failed.
+    """
+
+    def __init__(self, worlds: Worlds, size: int) -> None:
+        self._worlds = worlds
+        self.size = size
+        self.number = 0
+        self.failure: Failure | None = None
+        self.members: dict[int, Member] = {}
+        self.joins: dict[int, Request] = {}
+        self.late: set[int] = set()  # ranks that had asked to join, and have reached their deadline
+        self.left: dict[int, None] = {}  # the ranks that have left the world, in order
+        self.values: dict[str, bytes] = {}
+        self.stored_bytes = 0
+        self.reads: dict[str, dict[Request, int | None]] = {}  # key -> who waits for it -> who sets it
+        self.exchanges: dict[tuple[str, Members], Exchange] = {}
+        self.departed: dict[
+            tuple[str, Members], dict[int, int]
+        ] = {}  # who has left a group, after how many collectives
+        self.stuck = Stuck(self)
+
+    # -- Who is there --------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """The word "joining" until it has formed, then "running"."""
+        return "running" if self.number else "joining"
+
+    def present(self) -> list[tuple[int, Member]]:
+        """Returns the connected members, in ascending order of rank."""
+        return [(rank, member) for rank, member in sorted(self.members.items()) if member.is_present]
+
+    def missing(self) -> tuple[int, ...]:
+        """Returns the ranks that have not asked to join; if there are none, those that have reached their deadline."""
+        absent = tuple(rank for rank in range(self.size) if rank not in self.members)
+        return tuple(rank for rank in absent if rank not in self.late) or absent
+
+    def members_of(self, ranks: list[int] | None) -> Members:
+        """Returns the ranks that a request names; none if it names one that does not exist, or not in order."""
+        if ranks is None:
+            return range(self.size)
+        is_in_order = all(type(rank) is int for rank in ranks) and ranks == sorted(set(ranks))
+        if not is_in_order or not ranks or ranks[0] < 0 or ranks[-1] >= self.size:
+            return ()
+        return range(self.size) if len(ranks) == self.size else tuple(ranks)
+
+    # -- Words ---------------------------------------------------------------------------------------------------
+
+    def label(self, rank: int) -> str:
+        """Returns e.g. "rank 1/4"."""
+        return f"rank {rank}/{self.size}"
+
+    def process(self, rank: int) -> str:
+        """Returns "pid 123" or "pid 123 on node7"; "" if the process is not known."""
+        member = self.members.get(rank)
+        if member is None or not member.pid:
+            return ""
+        return f"pid {member.pid} on {member.host}" if member.host else f"pid {member.pid}"
+
+    def name(self, rank: int) -> str:
+        """Returns e.g. "rank 1/4 (pid 123)"."""
+        process = self.process(rank)
+        return f"{self.label(rank)} ({process})" if process else self.label(rank)
+
+    def states(self, ranks: Iterable[int]) -> str:
+        """Returns e.g. "rank 1 (running), rank 2 (not joined)"."""
+        ranks = list(ranks)
+        named = ", ".join([f"rank {rank} ({self._state(rank)})" for rank in ranks[:MAX_NAMED_RANKS]])
+        more = len(ranks) - MAX_NAMED_RANKS
+        return f"{named} and {more} more" if more > 0 else named
+
+    def _state(self, rank: int) -> str:
+        if rank not in self.members:
+            return "stopped waiting to join" if rank in self.late else "not joined"
+        return "left" if rank in self.left else self.phase
+
+    def while_joining(self) -> str:
+        """Returns what a failure's text has after "died"."""
+        return "" if self.number else " while joining"
+
+    # -- Its end -------------------------------------------------------------------------------------------------
+
+    def fail(self, failure: Failure) -> None:
+        """Fails the generation, and tells all members; the first failure stays."""
+        if self.failure is not None:
+            return
+        self.failure = failure
+        waiting = [*self.joins.values()]
+        waiting += [request for exchange in self.exchanges.values() for request in exchange.waiting.values()]
+        waiting += [request for reads in self.reads.values() for request in reads]
+        for request in waiting:
+            request.is_open = False  # FAILED answers them all
+        for _, member in self.present():
+            self._worlds.send(member.connection, Kind.FAILED, 0, *failure.fields())
+        self.reads.clear()
+        self.exchanges.clear()
+
+    def leave(self, rank: int) -> None:
+        """Records that a member has left the world: requests that need it fail."""
+        self.members[rank].is_present, self.members[rank].has_left = False, True
+        self.left[rank] = None
+        for key in list(self.exchanges):
+            exchange = self.exchanges.get(key)
+            if exchange is not None and rank in exchange.members and rank not in exchange.values:
+                self._fail_exchange(key, rank)
+        for read, requests in list(self.reads.items()):
+            for request, setter in list(requests.items()):
+                self._fail_read(read, request, setter)
+        for group in [group for group in self.departed if rank in group[1]]:
+            self._forget_departed(*group)
+
+    def _left_failure(self, rank: int, need: str) -> Failure:
+        return Failure(rank, "left", f"{self.label(rank)} left (an orderly close), but {need}")
+
+    # -- Keys ----------------------------------------------------------------------------------------------------
+
+    def set(self, request: Request, key: str, value: bytes) -> None:
+        """Stores a value, and answers those that wait for it."""
+        old = self.values.get(key)
+        growth = len(value) - len(old) if old is not None else len(key) + len(value)
+        if self.stored_bytes + growth > MAX_STORED_BYTES:
+            request.refuse(
+                f"no room for key {key!r} ({len(value)} bytes): the rendezvous stores at most {MAX_STORED_BYTES} bytes "
+                "in one generation; delete keys that are no longer needed"
+            )
+            return
+        self.stored_bytes += growth
+        self.values[key] = value
+        request.reply()
+        for read in self.reads.pop(key, {}):
+            read.reply(value)
+
+    def get(self, request: Request, key: str, setter: int | None) -> bool:
+        """Answers with a value, or returns True: the request waits until the key is set."""
+        if key in self.values:
+            request.reply(self.values[key])
+            return False
+        if setter is not None and not 0 <= setter < self.size:
+            request.invalid(f"from_rank needs a rank from 0 to {self.size - 1}, got {setter}")
+            return False
+        self.reads.setdefault(key, {})[request] = setter
+        request.when_late = lambda late: self._end_read(key, late, setter)
+        return not self._fail_read(key, request, setter)
+
+    def _end_read(self, key: str, request: Request, setter: int | None) -> None:
+        self._drop_read(key, request)
+        missing = () if setter is None else (setter,)
+        request.time_out(missing, self.states(missing))
+
+    def _drop_read(self, key: str, request: Request) -> None:
+        reads = self.reads.get(key, {})
+        reads.pop(request, None)
+        if not reads:
+            self.reads.pop(key, None)
+
+    def _fail_read(self, key: str, request: Request, setter: int | None) -> bool:
+        """Fails a read of a key that no remaining rank will set."""
+        one_remains = self.size > 1 and len(self.left) >= self.size - 1
+        if setter is not None and setter in self.left:
+            gone = setter
+        elif one_remains:
+            gone = next(reversed(self.left))
+        else:
+            return False
+        need = f"key {key!r} is not set, and " + (
+            "no other rank remains to set it" if one_remains else "only this rank sets it"
+        )
+        self._drop_read(key, request)
+        request.fail(self._left_failure(gone, need))
+        return True
+
+    def delete(self, prefix: str) -> None:
+        """Removes a key, and all keys that begin with "prefix/"."""
+        for key in [key for key in self.values if is_under(key, prefix)]:
+            self.stored_bytes -= len(key) + len(self.values.pop(key))
+
+    # -- Exchanges -----------------------------------------------------------------------------------------------
+
+    def arrive(self, request: Request, name: str, ranks: list[int] | None, value: bytes, root: int | None) -> bool:
+        """Records an arrival; the last one releases all. Returns whether the request waits."""
+        members, rank = self.members_of(ranks), request.rank
+        if rank not in members or (root is not None and root not in members):
+            request.invalid(f"{name!r} needs existing ranks that include {self.label(rank)}, got {tuple(ranks or ())}")
+            return False
+        if root is None and len(value) * len(members) > MAX_EXCHANGED_BYTES:
+            request.invalid(
+                f"exchange {name!r} with {len(members)} ranks needs values of at most "
+                f"{MAX_EXCHANGED_BYTES // len(members)} bytes each, got {len(value)} bytes"
+            )
+            return False
+        key = name, members
+        exchange = self.exchanges.get(key)
+        if exchange is None:
+            exchange = self.exchanges[key] = Exchange(members, root)
+        if exchange.root != root:
+            request.invalid(f"the ranks name different roots of {name!r}")
+            return False
+        if rank in exchange.waiting:  # perhaps Ctrl-C has ended that wait
+            exchange.waiting[rank].invalid(f"{self.label(rank)} waits in {name!r} again: that call has taken its place")
+        exchange.values[rank] = value
+        exchange.late.discard(rank)
+        if root in (None, rank):
+            exchange.waiting[rank] = request
+        if len(exchange.values) == len(members):
+            self._release(key, exchange)
+        elif (
+            gone := next((each for each in members if each in self.left and each not in exchange.values), None)
+        ) is not None:
+            self._fail_exchange(key, gone)
+        if root not in (None, rank):
+            request.reply()
+        request.when_late = lambda late: self._end_arrival(key, exchange, late)
+        return request.is_open
+
+    def _release(self, key: tuple[str, Members], exchange: Exchange) -> None:
+        """Answers with all values, in rank order; with none if all are empty, as at a barrier."""
+        del self.exchanges[key]
+        values = [exchange.values[rank] for rank in exchange.members]
+        parts = _parts_of(values) if any(values) else []
+        for request in exchange.waiting.values():
+            request.reply_in_parts(parts) if parts else request.reply()
+
+    def _fail_exchange(self, key: tuple[str, Members], gone: int) -> None:
+        failure = self._left_failure(gone, f"{key[0]!r} needs this rank")
+        for request in self.exchanges.pop(key).waiting.values():
+            request.fail(failure)
+
+    def _end_arrival(self, key: tuple[str, Members], exchange: Exchange, request: Request) -> None:
+        """A member that has reached its deadline does not count as arrived any more."""
+        missing = exchange.missing()
+        del exchange.waiting[request.rank], exchange.values[request.rank]
+        exchange.late.add(request.rank)
+        if not exchange.values:
+            self.exchanges.pop(key, None)
+        request.time_out(missing, self.states(missing))
+
+    # -- Groups --------------------------------------------------------------------------------------------------
+
+    def depart(self, rank: int, group: str, ranks: list[int] | None, begun: int) -> None:
+        """Records that a member has left a group, and tells the others."""
+        members = self.members_of(ranks)
+        if rank in members:
+            departed = self.departed.setdefault((group, members), {})
+            departed.setdefault(rank, begun)
+            for other, member in self.present():
+                if other in members and other != rank and other not in departed:
+                    self._worlds.send(member.connection, Kind.LEFT, 0, group, rank, begun)
+            self._forget_departed(group, members)
+
+    def _forget_departed(self, group: str, members: Members) -> None:
+        """Removes the keys of a group that all members have left: a run may make many groups."""
+        departed = self.departed[group, members]
+        if all(rank in departed or rank in self.left for rank in members):
+            del self.departed[group, members]
+            self.delete(group)
+
+
+def _parts_of(values: list[bytes]) -> list[list[bytes]]:
+    """Splits values into lists that each fit into one frame."""
+    parts: list[list[bytes]] = [[]]
+    room = MAX_VALUE_BYTES
+    for value in values:
+        room -= len(value) + 5  # the header that msgpack adds
+        if room < 0 and parts[-1]:
+            parts.append([])
+            room = MAX_VALUE_BYTES - len(value) - 5
+        parts[-1].append(value)
+    return parts
+
+
+class World:
+    """One world: its generations, and what its launcher has told of its processes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.generations: list[Generation] = []  # the current one first
+        self.formed = 0
+        self.pids: dict[int, int] = {}  # rank -> process, as its launcher has reported
+        self.ended: dict[int, str] = {}  # rank -> how its process ended
+        self.notice_at: float | None = None  # when the ranks that have not joined are told of
+        self.stopped: dict[int, float] = {}  # rank -> since when its process, which has not joined, is stopped
+
+
+class Worlds:
+    """Handles what arrives; tells the server what to do.
+
+    Args:
+        send: send(connection, kind, request, *fields) sends a message.
+        close: close(connection) closes a connection once its last bytes are written.
+        notice: notice(text) writes a line to the log.
+        state_of: returns the state of a process of this machine, as the letter of /proc/<pid>/stat; "" if unknown.
+        machine: the server's `machine_identity`; "" if unknown.
+        size: the size of the world "", if it is known beforehand; else, and in other worlds, the first rank says it.
+        host: the rank of the world "" that hosts the server; when its join reaches its deadline, all joins end.
+    """
+
+    def __init__(
+        self,
+        send: Callable[..., None],
+        close: Callable[[int], None],
+        notice: Callable[[str], None],
+        state_of: Callable[[int], str],
+        *,
+        machine: str = "",
+        size: int | None = None,
+        host: int | None = None,
+    ) -> None:
+        self.send = send
+        self._close = close
+        self._notice = notice
+        self._state_of = state_of
+        self._machine = machine
+        self._host = host
+        self._worlds: dict[str, World] = {} if size is None else {"": World(size)}
+        self._of: dict[int, tuple[World, Generation, int]] = {}  # connection -> where it has joined, and as which rank
+        self._late: list[tuple[float, int, Request]] = []  # a heap of the requests that wait, by deadline
+        self._count = 0
+        self._look_at = 0.0  # when silent members are looked for
+        self._waits: dict[int, int] = {}  # connection -> an upper bound of its requests that wait
+
+    # -- Events --------------------------------------------------------------------------------------------------
+
+    def received(self, now: float, connection: int, message: Message) -> None:
+        """Handles a message of an authenticated connection.
+
+        Raises:
+            FrameError: the message is malformed; the server ends this connection.
+        """
+        handler = _HANDLERS[message.kind]
+        check_fields(handler, 4, message.kind, message.fields)
+        if message.kind is Kind.JOIN:
+            request = Request(self.send, connection, message.request, message.fields[1])
+            handler(self, now, None, request, *message.fields)
+        else:
+            place = self._of.get(connection)
+            if place is None:
+                self._close(connection)  # it was refused, or has timed out, while this was on its way
+                return
+            _, generation, rank = place
+            generation.members[rank].seen_at = now
+            handler(self, now, generation, Request(self.send, connection, message.request, rank), *message.fields)
+        self._advance(now)
+
+    def lost(self, now: float, connection: int, cause: str) -> None:
+        """Handles the end of a connection."""
+        place = self._of.pop(connection, None)
+        self._waits.pop(connection, None)
+        if place is not None:
+            _, generation, rank = place
+            generation.members[rank].is_present = False
+            text = f"{generation.name(rank)} died{generation.while_joining()}: "
+            generation.fail(
+                Failure(rank, generation.phase, f"{text}its control connection ended unexpectedly ({cause})")
+            )
+            self._advance(now)
+
+    def process(self, now: float, world: str, rank: int, pid: int | None, how: str = "") -> None:
+        """Handles what a launcher says: that a rank's process has started, or how it has ended (then `pid` is None)."""
+        its = self._worlds.get(world)
+        if its is not None:
+            if pid is None:
+                its.ended[rank] = how
+                its.pids.pop(rank, None)
+            else:
+                its.pids[rank] = pid
+                its.ended.pop(rank, None)
+            self._advance(now)
+
+    def tick(self, now: float) -> None:
+        """Does what is due."""
+        while self._late and self._late[0][0] <= now:
+            _, _, request = heapq.heappop(self._late)
+            if request.is_open:
+                request.when_late(request)
+        for world in self._worlds.values():
+            self._tell_missing(now, world)
+            for generation in world.generations:
+                if generation.number and generation.failure is None:
+                    failure = generation.stuck.advance(now, self._notice, self._state_of)
+                    if failure is not None:
+                        generation.fail(failure)
+        if self._look_at <= now:
+            self._look_at = now + _LOOK_SECONDS
+            self._look_for_silent(now)
+        self._advance(now)
+
+    def next_deadline(self) -> float | None:
+        """Returns when `tick` is due, in monotonic seconds; None: nobody waits."""
+        while self._late and not self._late[0][2].is_open:
+            heapq.heappop(self._late)
+        due = [self._late[0][0]] if self._late else []
+        if self._of:
+            due.append(self._look_at)
+        due += [world.notice_at for world in self._worlds.values() if world.notice_at is not None]
+        for world in self._worlds.values():
+            due += [each.stuck.due_at for each in world.generations if each.stuck.due_at is not None]
+        return min(due, default=None)
+
+    @property
+    def formed(self) -> int:
+        """The number of the last generation of the world "" that formed; 0 before the first."""
+        return self._worlds[""].formed if "" in self._worlds else 0
+
+    def _wait(self, now: float, request: Request, timeout_ms: int) -> None:
+        """Has a request answered at its deadline."""
+        if not request.is_open:
+            return
+        self._count += 1
+        seconds = min(max(timeout_ms, 0) / 1000.0, _LATEST_SECONDS)
+        heapq.heappush(self._late, (now + seconds, self._count, request))
+
+    # -- Handlers: the fields of each message are the parameters after the request ------------------------------------
+
+    def _on_join(
+        self,
+        now: float,
+        _: Generation | None,
+        request: Request,
+        name: str,
+        rank: int,
+        size: int,
+        min_size: int | None,
+        machine: str,
+        host: str,
+        pid: int,
+        timeout_ms: int,
+    ) -> None:
+        world = self._worlds.get(name)
+        if world is None:
+            world = World(size)
+        refusal = _join_refusal(world.size, rank, size)
+        generation = None
+        for each in world.generations:
+            member = each.members.get(rank)
+            if member is None:
+                generation = each
+                break
+            if member.is_present and member.connection != request.connection:
+                alive = f"{each.label(rank)} has joined already and is alive ({each.phase})"
+                refusal = refusal or f"{alive}; each rank joins once"
+        if refusal:
+            request.refuse(refusal)
+            self._close(request.connection)
+            return
+        if generation is None:
+            generation = Generation(self, world.size)
+        if generation.failure is not None:
+            request.fail(generation.failure)
+            self._close(request.connection)
+            return
+        self._worlds[name] = world
+        if generation not in world.generations:
+            world.generations.append(generation)
+        where = "" if machine and machine == self._machine else host or "another machine"
+        generation.members[rank] = Member(request.connection, pid, where, now)
+        generation.late.discard(rank)
+        generation.joins[rank] = request
+        self._of[request.connection] = world, generation, rank
+        request.when_late = lambda late: self._end_join(generation, late)
+        self._wait(now, request, timeout_ms)
+        if world.notice_at is None and not generation.number:
+            world.notice_at = now + NOTICE_SECONDS
+
+    def _end_join(self, generation: Generation, request: Request) -> None:
+        """A rank has waited for the others until its deadline."""
+        missing = generation.missing()
+        states = generation.states(missing)
+        late = [request]
+        if (
+            request.rank == self._host
+        ):  # the server is about to end: the others get the names of the missing ranks first
+            late += [join for rank, join in generation.joins.items() if rank != request.rank]
+        for join in late:
+            del generation.joins[join.rank], generation.members[join.rank]
+            self._of.pop(join.connection, None)
+            generation.late.add(join.rank)
+            join.time_out(missing, states)
+            self._close(join.connection)
+
+    def _on_set(self, now: float, generation: Generation, request: Request, key: str, value: bytes) -> None:
+        if self._may_ask(generation, request, key, value):
+            generation.set(request, key, value)
+
+    def _on_get(
+        self, now: float, generation: Generation, request: Request, key: str, setter: int | None, timeout_ms: int
+    ) -> None:
+        if self._may_ask(generation, request, key) and generation.get(request, key, setter):
+            self._wait(now, request, timeout_ms)
+
+    def _on_delete(self, now: float, generation: Generation, request: Request, prefix: str) -> None:
+        if self._may_ask(generation, request, prefix):
+            generation.delete(prefix)
+            request.reply()
+
+    def _on_exchange(
+        self,
+        now: float,
+        generation: Generation,
+        request: Request,
+        name: str,
+        ranks: list[int] | None,
+        value: bytes,
+        root: int | None,
+        timeout_ms: int,
+    ) -> None:
+        if self._may_ask(generation, request, name, value) and generation.arrive(request, name, ranks, value, root):
+            self._wait(now, request, timeout_ms)
+
+    def _may_ask(self, generation: Generation, request: Request, name: str, value: bytes = b"") -> bool:
+        """Answers a request that the state of the generation, or its own size, does not allow."""
+        if generation.failure is not None:
+            request.fail(generation.failure)
+        elif not generation.number:
+            request.refuse("this connection has not joined a complete generation yet")
+        elif len(name.encode()) > MAX_NAME_BYTES or len(value) > MAX_VALUE_BYTES:
+            request.invalid(f"a name has at most {MAX_NAME_BYTES} bytes, and a value {MAX_VALUE_BYTES}")
+        elif self._open_requests(request) > MAX_WAITS_PER_CONNECTION:
+            request.refuse(f"this rank already has {MAX_WAITS_PER_CONNECTION} requests that wait, which is the limit")
+        else:
+            return True
+        return False
+
+    def _open_requests(self, request: Request) -> int:
+        """Returns how many requests of a connection wait, with this one."""
+        count = self._waits[request.connection] = self._waits.get(request.connection, 0) + 1
+        if count > MAX_WAITS_PER_CONNECTION:  # perhaps of old ones: count anew
+            waiting = [each for _, _, each in self._late if each.is_open and each.connection == request.connection]
+            count = self._waits[request.connection] = len(waiting) + 1
+        return count
+
+    def _on_leave(
+        self, now: float, generation: Generation, request: Request, group: str, ranks: list[int] | None, begun: int
+    ) -> None:
+        if group:
+            if generation.number and generation.failure is None:
+                generation.depart(request.rank, group, ranks, begun)
+            return
+        self._of.pop(request.connection, None)
+        if generation.number:
+            generation.leave(request.rank)
+        else:
+            generation.joins.pop(request.rank, None)
+            del generation.members[request.rank]
+        self._close(request.connection)
+
+    def _on_fail(self, now: float, generation: Generation, request: Request, reason: str, culprit: int | None) -> None:
+        rank = request.rank
+        text = f"{generation.name(rank)} failed{generation.while_joining()}: {reason}"
+        blamed = rank if culprit is None or culprit not in generation.members else culprit
+        generation.fail(Failure(blamed, generation.phase, text))
+
+    def _on_beat(self, now: float, generation: Generation, request: Request, begun: dict[str, int]) -> None:
+        generation.members[request.rank].begun = begun
+
+    def _on_waiting(
+        self,
+        now: float,
+        generation: Generation,
+        request: Request,
+        group: str,
+        ranks: list[int] | None,
+        number: int,
+        what: str,
+        waited_ms: int,
+        missing: list[int] | None,
+        is_over: bool,
+    ) -> None:
+        if generation.number and generation.failure is None:
+            for member in generation.stuck.report(
+                now, request.rank, group, ranks, number, what, waited_ms, missing, is_over
+            ):
+                self.send(member.connection, Kind.ASK, 0)
+
+    def _on_status(
+        self, now: float, generation: Generation, request: Request, status: dict[str, Any], text: str
+    ) -> None:
+        generation.stuck.answer(now, request.rank, status, text)
+
+    # -- Generations ---------------------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> None:
+        """Drops generations that have ended, and forms the next one of a world once all its ranks have joined."""
+        for name, world in list(self._worlds.items()):
+            world.generations = [
+                each for each in world.generations if any(member.is_present for member in each.members.values())
+            ]
+            first = world.generations[0] if world.generations else None
+            if first is None or first.number or first.failure is not None:
+                world.notice_at = None
+                world.stopped.clear()
+                if first is None and name:
+                    del self._worlds[name]
+                continue
+            if world.notice_at is None:
+                world.notice_at = now + NOTICE_SECONDS
+            if len(first.members) == world.size:
+                first.number = world.formed = world.formed + 1
+                world.notice_at = None
+                joins, first.joins = first.joins, {}
+                for join in joins.values():
+                    join.reply(first.number, list(range(world.size)))
+                continue
+            for rank, how in world.ended.items():
+                if rank not in first.members:
+                    text = f"{first.label(rank)} {how} without joining; the other ranks waited for it"
+                    first.fail(Failure(rank, "joining", text))
+                    break
+
+    def _tell_missing(self, now: float, world: World) -> None:
+        """Logs the ranks that have not joined, every few seconds; finds those whose process is stopped."""
+        if world.notice_at is None or now < world.notice_at:
+            return
+        world.notice_at = now + NOTICE_SECONDS
+        forming = world.generations[0]
+        where = forming.states(forming.missing())
+        self._notice(f"{len(forming.members)} of {world.size} ranks have joined; waiting for {where}")
+        for rank, pid in world.pids.items():
+            if rank in forming.members or self._state_of(pid) != "T":
+                world.stopped.pop(rank, None)
+            elif now - world.stopped.setdefault(rank, now) >= NOTICE_SECONDS:
+                seconds = now - world.stopped[rank] + NOTICE_SECONDS
+                who = f"{forming.label(rank)} (pid {pid})"
+                why = f"no sign of life for {seconds:.1f} s, while other ranks wait for it to join"
+                forming.fail(Failure(rank, "joining", _lost_text(who, "T", f" before it joined: {{}}; {why}"), SILENT))
+                return
+
+    def _look_for_silent(self, now: float) -> None:
+        """Fails the generation of a member that has been silent for long, and that /proc calls stopped or a zombie."""
+        for _, generation, rank in list(self._of.values()):
+            member = generation.members[rank]
+            silent_seconds = now - member.seen_at
+            if silent_seconds >= SILENT_SECONDS and not member.host and member.pid and generation.failure is None:
+                state = self._state_of(member.pid)
+                if state in ("T", "Z"):
+                    why = f"{generation.while_joining()}: {{}}; no sign of life for {silent_seconds:.1f} s"
+                    text = _lost_text(generation.name(rank), state, why)
+                    if len(generation.present()) == 1:
+                        self._notice(text)  # no other rank can report it
+                    generation.fail(Failure(rank, generation.phase, text, SILENT))
+
+
+def _lost_text(who: str, state: str, more: str) -> str:
+    """Returns the sentence about a rank whose process does not run; `more` has a place for the explanation."""
+    what, why = ("is gone", "its process has ended, but another process holds its connection open")
+    if state == "T":
+        what, why = ("was stopped (SIGSTOP?)", "its process needs a SIGCONT to continue")
+    return f"{who} {what}{more.format(why)}"
+
+
+def _join_refusal(expected_size: int, rank: int, size: int) -> str:
+    """Returns the reason to refuse a join, with the expected and the given value; "" if it is accepted."""
+    if size != expected_size:
+        return f"the server expects world_size {expected_size}, rank {rank} joined with world_size {size}"
+    if not 1 <= size <= MAX_RANKS or not 0 <= rank < expected_size:
+        return f"the server expects ranks 0 to {expected_size - 1}, got rank {rank}"
+    return ""
+
+
+_HANDLERS: dict[Kind, Callable[..., None]] = {
+    Kind.JOIN: Worlds._on_join,
+    Kind.SET: Worlds._on_set,
+    Kind.GET: Worlds._on_get,
+    Kind.DELETE: Worlds._on_delete,
+    Kind.EXCHANGE: Worlds._on_exchange,
+    Kind.LEAVE: Worlds._on_leave,
+    Kind.FAIL: Worlds._on_fail,
+    Kind.BEAT: Worlds._on_beat,
+    Kind.WAITING: Worlds._on_waiting,
+    Kind.STATUS: Worlds._on_status,
+}
