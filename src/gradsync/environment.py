@@ -26,7 +26,6 @@ from gradsync.removed import REMOVED, refuse_removed
 
 HOW_TO_MAKE_A_SECRET_FILE = "(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > gradsync.secret)"
 _PREFIX = "GRADSYNC_"
-_THIS_MACHINE = "127.0.0.1"
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _MAX_RECORDER_ENTRIES = 1_000_000
 _MIN_SECRET_BYTES = 16
@@ -547,12 +546,8 @@ def _complete(environ: MutableMapping[str, str], place: _Place) -> RankEnvironme
     address = ADDRESS.read(environ)
     master_addr, master_port, run_name = value_of(environ, "MASTER_ADDR"), read_master_port(environ), None
     if place.world_size > 1 and not address:
-        are_all_here = place.local_world_size == place.world_size
-        if master_addr and master_port:
-            # The address may be the machine's own name or address, e.g. under torchrun: nobody else needs to reach it.
-            master_addr = _THIS_MACHINE if are_all_here else master_addr
-        elif are_all_here:
-            run_name = _name_run(environ, place.source)
+        if place.local_world_size == place.world_size or _is_loopback(master_addr):
+            run_name = _name_run(environ, place.source, master_port)
         elif place.source == SLURM:
             master_addr, master_port = master_addr or _first_host(environ), master_port or _step_port(environ)
     return RankEnvironment(
@@ -568,6 +563,10 @@ def _complete(environ: MutableMapping[str, str], place: _Place) -> RankEnvironme
         source=place.source,
         run_name=run_name,
     )
+
+
+def _is_loopback(host: str | None) -> bool:
+    return host is not None and (host in ("localhost", "::1") or host.startswith("127."))
 
 
 def _find_place(environ: Mapping[str, str]) -> _Place | None:
@@ -729,7 +728,7 @@ def _step_of(environ: Mapping[str, str]) -> str | None:
 # -- A name for a run on one machine ----------------------------------------------------------------------------------
 
 
-def _name_run(environ: Mapping[str, str], source: str) -> str | None:
+def _name_run(environ: Mapping[str, str], source: str, master_port: int | None) -> str | None:
     """Returns a name for this run: the same for all its ranks on this machine, and different for other runs.
 
     For a Slurm step, the name contains the numbers of the job and the step. Not every MPI launcher sets a variable that
@@ -739,6 +738,8 @@ def _name_run(environ: Mapping[str, str], source: str) -> str | None:
     The name can be part of a file name. The function returns None if neither srun nor mpiexec started the ranks, or if
     this process cannot see the launcher, for example because each rank runs in its own container.
     """
+    if source != SLURM and master_port is not None:
+        return f"port-{master_port}.{value_of(environ, 'TORCHELASTIC_RESTART_COUNT') or 0}"
     if source == SLURM:
         return "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in _step_name(environ))
     names = [name for launcher in _MPI_LAUNCHERS if launcher.name == source for name in launcher.set_in(environ)]

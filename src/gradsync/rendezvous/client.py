@@ -95,6 +95,7 @@ class RendezvousClient:
         world_size: int,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         shown_seconds: float | None = None,
+        reach_seconds: float | None = None,
         world: str = "",
     ) -> RendezvousClient:
         """Joins the next generation: connects, authenticates, and waits until all ranks have joined.
@@ -108,6 +109,7 @@ class RendezvousClient:
             world_size: the number of launched ranks.
             timeout_seconds: the time limit for connecting and joining together.
             shown_seconds: the timeout to name in error texts, if it is not `timeout_seconds`.
+            reach_seconds: the time limit for reaching the server, if it is shorter.
             world: the name of the world; a server has any number of worlds, and "" is the launcher's.
 
         Raises:
@@ -130,7 +132,8 @@ class RendezvousClient:
         attempts_left = _JOIN_ATTEMPTS
         while True:
             attempts_left -= 1
-            connection = dial(address, secret=secret, deadline=deadline, label=label, shown_seconds=shown_seconds)
+            until = deadline if reach_seconds is None else min(deadline, time.monotonic() + reach_seconds)
+            connection = dial(address, secret=secret, deadline=until, label=label, shown_seconds=shown_seconds)
             try:
                 seconds = max(deadline - time.monotonic(), 0.0)
                 number, ranks = connection.ask(

@@ -2,19 +2,13 @@
 
 | the ranks were started by | host and address | the secret |
 | --- | --- | --- |
-| gradsync | the launcher, at a free port or the user's address | passed to its ranks through a file descriptor |
-| any, beside `gradsync serve` | that server: GRADSYNC_ADDRESS, with GRADSYNC_HOSTED=1 | GRADSYNC_SECRET_FILE |
-| any, with GRADSYNC_ADDRESS | rank 0, at that address | GRADSYNC_SECRET_FILE; on loopback also rank 0's file |
-| torchrun, or by hand | rank 0, at MASTER_ADDR and a port next to MASTER_PORT | as in the row above |
-| any, with MASTER_ADDR, on one machine | likewise, but at 127.0.0.1 | GRADSYNC_SECRET_FILE, or rank 0's file |
-| mpiexec or srun, on one machine | rank 0, at a free port, in its file | GRADSYNC_SECRET_FILE, or rank 0's file |
-| srun, on several machines | rank 0, at the step's first host; port by the step's number | GRADSYNC_SECRET_FILE |
-| mpiexec or srun, with mpi4py | rank 0, at a free port; it sends the address over MPI | sent over MPI |
+| gradsync's launcher | the launcher | it hands both down, the secret by a descriptor |
+| any, with GRADSYNC_ADDRESS | rank 0; with GRADSYNC_HOSTED=1 `gradsync serve` | GRADSYNC_SECRET_FILE, or rank 0's file |
+| another, all on this machine | rank 0, at a free port of 127.0.0.1 | rank 0's file has both |
+| another, on several machines | rank 0, told over MPI; else at MASTER_ADDR | told over MPI; else GRADSYNC_SECRET_FILE |
 
-Rank 0 makes its file in the user's runtime directory (`secret_files.py`). It removes the file when all ranks have
-joined, because a rank of the next run must not find it. The two rows before the last row apply unless MASTER_ADDR and
-MASTER_PORT are both set. The last row applies if the user has given no address, and either the backend is "mpi" or no
-other row gives an address and a secret.
+Rank 0's file is in the user's runtime directory (`secret_files.py`), named after the job. It is removed when all ranks
+have joined. One that is left by a run that was killed is recognised, because nobody at its address knows its secret.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradsync.arguments import check_address, join_address, parse_address, port_beside
+from gradsync.arguments import check_address, join_address, parse_address
 from gradsync.environment import (
     ADDRESS,
     HOSTED,
@@ -36,19 +30,27 @@ from gradsync.environment import (
     RankEnvironment,
     take_secret,
 )
-from gradsync.errors import AuthenticationError, BackendUnavailable, InvalidArgument, RendezvousTimeout
+from gradsync.errors import (
+    AuthenticationError,
+    BackendUnavailable,
+    InvalidArgument,
+    RendezvousError,
+    RendezvousTimeout,
+)
 from gradsync.machine import address_towards, own_addresses
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path, wait_for
-from gradsync.rendezvous.sockets import bind_listener, is_loopback
+from gradsync.rendezvous.sockets import bind_listener, is_loopback, look_up
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
 
 _LOOPBACK = "127.0.0.1"
 _FROM_MASTER = "MASTER_ADDR and MASTER_PORT"  # the source of an address
+_TRY_SECONDS = 2.0  # how long a rank tries to reach the server that rank 0's file names, before it reads the file again
 _MAX_SHARED_ADDRESSES = 8
 _ANY_PORT = 9  # no data is sent to this port
+_FIRST_PORT = _PORTS = 15_000
 
 #: An all-gather of short texts over MPI, without the rendezvous. The function takes this rank's text and a deadline
 #: (monotonic seconds), and returns every rank's text, by rank.
@@ -225,9 +227,18 @@ def _rendezvous_point(own: RankEnvironment, address: str | None) -> RendezvousPo
             f"and MASTER_PORT (or {ADDRESS}=host:port), pass address=, or start with `gradsync run -n N script.py`. "
             "Under mpiexec it is enough to install mpi4py, built for the same MPI"
         )
-    # MASTER_PORT belongs to torchrun, or to the script itself; gradsync uses a neighbouring port.
-    known = join_address(own.master_addr, port_beside(own.master_port))
+    known = join_address(own.master_addr, _port_of(own.master_port))
     return RendezvousPoint(known, known, _FROM_MASTER)
+
+
+def _port_of(master_port: int) -> int:
+    """Returns the port of gradsync's server: MASTER_PORT belongs to torchrun, or to the script itself.
+
+    It is below the ports that Linux gives to outgoing connections, by default 32768 and higher.
+    """
+    import zlib  # imported here: only runs on several machines need it
+
+    return _FIRST_PORT + zlib.crc32(b"gradsync %d" % master_port) % _PORTS
 
 
 def _no_secret(own: RankEnvironment, point: RendezvousPoint, *, hosted_for_us: bool) -> AuthenticationError:
@@ -245,7 +256,7 @@ def _no_secret(own: RankEnvironment, point: RendezvousPoint, *, hosted_for_us: b
 def _another_port(point: RendezvousPoint) -> str:
     """Returns what to do if another program uses the port of a rendezvous."""
     if point.source == _FROM_MASTER:
-        return "it is the one after MASTER_PORT: start again with another MASTER_PORT (torchrun: --master-port)"
+        return "it is computed from MASTER_PORT: start again with another MASTER_PORT (torchrun: --master-port)"
     return f"name another port in {point.source}, on every rank"
 
 
@@ -264,6 +275,8 @@ def _start_hosting(
     secret = secret or secrets.token_bytes(32)
     host, port = (free_port_of, 0) if point.address is None else parse_address(point.address)
     # The port is bound before the secret is written: only the port's owner may publish a secret for it.
+    if point.source == _FROM_MASTER:
+        host = _reachable(host)
     listener = bind_listener(host, port, if_taken=_another_port(point))
     server = RendezvousServer(own.world_size, secret=secret, listener=listener, host_rank=0)
     joined = JoinedRendezvous(point, own.world_size, Endpoint(point.address or server.address, secret), server)
@@ -273,6 +286,23 @@ def _start_hosting(
             publish(joined.path, Endpoint(server.address, secret))
         server.start()
     return joined
+
+
+def _reachable(name: str) -> str:
+    """Returns an address of this machine's name that other machines reach; warns if it has none."""
+    found = list(dict.fromkeys([str(each[4][0]) for each in look_up(name, _ANY_PORT)]))
+    for address in found:
+        if not is_loopback(address):
+            return address
+    import logging  # imported here to keep the start of a rank short
+
+    logging.getLogger("gradsync").warning(
+        "gradsync: MASTER_ADDR=%s is %s on this machine, which other machines cannot reach: set MASTER_ADDR to this "
+        "machine's address in the network, or correct /etc/hosts",
+        name,
+        " and ".join(found),
+    )
+    return name
 
 
 def _find(
@@ -291,15 +321,23 @@ def _find(
     while True:
         endpoint = Endpoint(point.address or found.address, secret or found.secret)
         try:
-            return _connect(endpoint, own, deadline, timeout_seconds), JoinedRendezvous(point, own.world_size, endpoint)
-        except AuthenticationError:
-            if secret is not None:
+            client = _connect(endpoint, own, deadline, timeout_seconds, reach_seconds=_TRY_SECONDS)
+            return client, JoinedRendezvous(point, own.world_size, endpoint)
+        except (AuthenticationError, RendezvousTimeout, RendezvousError) as error:
+            is_of_old = isinstance(error, AuthenticationError) or bool(getattr(error, "cause", ""))
+            if kept is not None or secret is not None or not is_of_old or time.monotonic() >= deadline:
                 raise
-            # The file belongs to an earlier run; rank 0 of this run replaces it after binding the port.
+            # Nobody there knows the secret of the file: it belongs to an earlier run, and rank 0 of this run replaces it.
             found = _wait_for_rank_0(point, found, own, deadline)
 
 
-def _connect(endpoint: Endpoint, own: RankEnvironment, deadline: float, timeout_seconds: float) -> RendezvousClient:
+def _connect(
+    endpoint: Endpoint,
+    own: RankEnvironment,
+    deadline: float,
+    timeout_seconds: float,
+    reach_seconds: float | None = None,
+) -> RendezvousClient:
     return RendezvousClient.connect(
         endpoint.address,
         secret=endpoint.secret,
@@ -307,6 +345,7 @@ def _connect(endpoint: Endpoint, own: RankEnvironment, deadline: float, timeout_
         world_size=own.world_size,
         timeout_seconds=max(0.1, deadline - time.monotonic()),
         shown_seconds=timeout_seconds,
+        reach_seconds=reach_seconds,
     )
 
 
@@ -323,9 +362,9 @@ def _wait_for_rank_0(point: RendezvousPoint, stale: Endpoint | None, own: RankEn
     if found is None:
         raise RendezvousTimeout(
             f"{who}: rank 0 did not start hosting {point.name} on this machine before the deadline (no new file "
-            f"{path}). Check that rank 0 runs with the same MASTER_ADDR and MASTER_PORT. If rank 0 runs on "
-            f"another machine, put a secret into a file and set {SECRET_FILE} to its path on every rank; if a server "
-            f"runs already, set {ADDRESS} and {HOSTED}=1",
+            f"{path}). Check that rank 0 runs, with the same MASTER_PORT. If ranks of this machine cannot see each "
+            f"other's folder (containers, users, XDG_RUNTIME_DIR), or rank 0 runs on another machine, set {ADDRESS}="
+            f"host:port, and {SECRET_FILE} to the path of a file with a secret, on every rank",
             missing_ranks=(0,),
         )
     return found
