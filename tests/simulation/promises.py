@@ -12,7 +12,7 @@ GRACE_SECONDS = 2.0  # how long a client listens for the server's answer after i
 SLACK_SECONDS = 1.0  # of the network and of a slow or stopped rank
 # From the fault until the survivors know, at most: the targets of the failures, and what the network takes.
 AT_ONCE, SILENT_HOST = 0.5, 6.0
-DETECTION_SECONDS = {"crash": AT_ONCE, "reset": AT_ONCE, "stop": 3.0, "vanish": SILENT_HOST, "cut": SILENT_HOST}
+DETECTION_SECONDS = {"crash": AT_ONCE, "reset": AT_ONCE, "stop": 10.0, "vanish": SILENT_HOST, "cut": SILENT_HOST}
 DETECTION_SECONDS |= {"server crash": AT_ONCE, "server vanish": SILENT_HOST}
 NETWORK_SECONDS = 0.3
 NEEDED_SECONDS = 4.0  # above what ranks wait for one that computes, starts late, is slow, or is stopped for a moment
@@ -104,7 +104,11 @@ def survivors_hear_of_a_rank(outcome: Outcome) -> Iterator[str]:
     """
     fault = outcome.scenario.fault
     for rank, diary in _who_has_to_hear(outcome):
-        expected = RendezvousError if fault.hits_server or rank == fault.victim else RankFailed
+        expected: type[Exception] | tuple[type[Exception], ...] = RankFailed
+        if fault.hits_server or rank == fault.victim:
+            expected = RendezvousError
+        elif fault.kind == "stop":  # a wait may have a shorter deadline, and names it then
+            expected = RankFailed, RendezvousTimeout, CollectiveTimeout
         if diary.error is not None and not isinstance(diary.error, expected):
             yield f"rank {rank} was to hear of the {fault.kind} at rank {fault.victim}, and got {diary.error!r}"
 
@@ -195,15 +199,12 @@ def _who_heard_of(victim: int, outcome: Outcome) -> set[int]:
 def _who_has_to_hear(outcome: Outcome) -> Iterator[tuple[int, Diary]]:
     """The survivors in whose generation something has happened that the server, or they themselves, can see.
 
-    Who joins later may come to a new generation, and waits there in vain for the victim, to its deadline; but not where
-    the launcher has said which process that is, which can be seen to stand still.
+    Who joins later may come to a new generation, and waits there in vain for the victim, to its deadline.
     """
     scenario, fault = outcome.scenario, outcome.scenario.fault
     is_here = scenario.machines[fault.victim] == scenario.machines[0]
     if outcome.fault_at is None or (fault.kind == "stop" and not is_here):
         return iter(())
-    if fault.kind == "stop":
-        return _survivors(outcome)
     if not fault.hits_server and not _has_joined(outcome, outcome.diaries[fault.victim], outcome.fault_at):
         return iter(())
     concerned = _living(outcome) if fault.kind in ("cut", "reset") else _survivors(outcome)

@@ -37,7 +37,7 @@ class VirtualSocket:
         process.sockets[self._descriptor] = self
 
     def fileno(self) -> int:
-        return -1 if self.is_closed else self._descriptor
+        return -1 if self.is_closed and not self.process.is_dead else self._descriptor
 
     def settimeout(self, seconds: float | None) -> None:
         self._timeout = seconds
@@ -151,9 +151,8 @@ class VirtualSocket:
         self.end("fin")
 
     def close(self) -> None:
-        if self.process.is_dead:
-            raise Killed
-        self.release()
+        if not self.process.is_dead:  # else its kernel has done it
+            self.release()
 
     def release(self) -> None:
         """What the kernel does with a socket that nobody holds any more."""

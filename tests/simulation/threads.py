@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from simulation.scheduler import Scheduler, Task
+from simulation.scheduler import Killed, Scheduler, Task
 
 
 class Lock:
@@ -23,6 +23,14 @@ class Lock:
             return False
         self._is_held = True
         return True
+
+    def take_back(self) -> None:
+        """Acquires it also for a task that is being killed, which still releases it."""
+        try:
+            self.acquire()
+        except Killed:
+            self._is_held = True
+            raise
 
     def release(self) -> None:
         if not self._is_held:
@@ -60,7 +68,7 @@ class Condition:
         finally:
             if notified in self._waiting:
                 self._waiting.remove(notified)
-            self._lock.acquire()
+            self._lock.take_back()
         return notified[0]
 
     def notify(self, count: int = 1) -> None:

@@ -143,7 +143,7 @@ class RendezvousClient:
                 connection.abandon()
                 # A server that is flooded with connections may drop a connection that has not authenticated yet.
                 is_dropped = isinstance(error, RendezvousError) and isinstance(error.__cause__, ConnectionLost)
-                if not is_dropped or not attempts_left or time.monotonic() >= deadline:
+                if not is_dropped or connection.is_accepted or not attempts_left:
                     raise
                 continue
             return cls(connection, tuple(ranks), rank, generation=number)

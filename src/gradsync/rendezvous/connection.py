@@ -20,7 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from queue import SimpleQueue
+from queue import Queue
 from typing import Any, NamedTuple
 
 from gradsync.arguments import check_seconds, parse_address
@@ -108,6 +108,7 @@ class Connection:
         address, label: the arguments.
         failure: the error that every request raises from now on, or None. The first failure stays until `close` or
             `abandon` replaces it.
+        is_accepted: whether the server knows that this rank joins, or has answered a request.
         departed: for each group the ranks that have left it, with the number of collectives that each had begun.
         callbacks: the functions that describe this rank to the other ranks.
     """
@@ -126,8 +127,8 @@ class Connection:
         self._wake_reader, self._wake_writer = socket.socketpair()
         for end in (self._wake_reader, self._wake_writer):
             end.setblocking(False)
-        self._has_joined = self._has_reported = False
-        self._questions: SimpleQueue[bool] = SimpleQueue()  # True: the server asks for this rank's status
+        self.is_accepted = self._has_joined = self._has_reported = False
+        self._questions: Queue[bool] = Queue()  # True: the server asks for this rank's status
         self._threads = [
             threading.Thread(target=run, name=f"gradsync-{name}", daemon=True)
             for name, run in (("connection", self._run), ("answers", self._answer_questions))
@@ -291,6 +292,7 @@ class Connection:
             if fields[1]:
                 self._end(message.request, fields)
             elif message.request in self._pending:
+                self.is_accepted = True
                 self._pending[message.request].parts += fields[2]
         elif kind is Kind.FAILED:
             self._fail(failure_of(fields, self.label))

@@ -3,7 +3,7 @@
 | the ranks were started by | host and address | the secret |
 | --- | --- | --- |
 | gradsync's launcher | the launcher | it hands both down, the secret by a descriptor |
-| any, with GRADSYNC_ADDRESS | rank 0; with GRADSYNC_HOSTED=1 `gradsync serve` | GRADSYNC_SECRET_FILE, or rank 0's file |
+| any, with GRADSYNC_ADDRESS | rank 0, or (GRADSYNC_HOSTED=1) who runs there | GRADSYNC_SECRET_FILE, or rank 0's file |
 | another, all on this machine | rank 0, at a free port of 127.0.0.1 | rank 0's file has both |
 | another, on several machines | rank 0, told over MPI; else at MASTER_ADDR | told over MPI; else GRADSYNC_SECRET_FILE |
 
@@ -327,7 +327,7 @@ def _find(
             is_of_old = isinstance(error, AuthenticationError) or bool(getattr(error, "cause", ""))
             if kept is not None or secret is not None or not is_of_old or time.monotonic() >= deadline:
                 raise
-            # Nobody there knows the secret of the file: it belongs to an earlier run, and rank 0 of this run replaces it.
+            # Nobody there knows the secret of the file: it is of an earlier run, and rank 0 of this run replaces it.
             found = _wait_for_rank_0(point, found, own, deadline)
 
 

@@ -39,6 +39,8 @@ _ACCEPT_PAUSE_SECONDS = 0.1
 _WAITING_NOTICES = 100  # while this number of notices waits for the log, the server drops new notices
 _NOTICES_END_SECONDS = 0.2
 
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+
 _log = logging.getLogger("gradsync.rendezvous")
 
 
@@ -48,6 +50,7 @@ class _Peer(asyncio.Protocol):
     Attributes:
         number: the connection's number in the core.
         stream: the socket itself, to close a forked child's copy.
+        timer: ends the connection if its handshake, or its last bytes, take too long.
     """
 
     def __init__(self, server: RendezvousServer, number: int, stream: socket.socket, channel: Channel) -> None:
@@ -58,6 +61,7 @@ class _Peer(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._cause = ""
         self._is_closing = False
+        self.timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -103,7 +107,8 @@ class _Peer(asyncio.Protocol):
         if not self._is_closing and self._transport is not None:
             self._is_closing, self._cause = True, "closed by the server"
             self._transport.close()
-            loop.call_later(_CLOSING_SECONDS, self._transport.abort)
+            self.stop_timer()
+            self.timer = loop.call_later(_CLOSING_SECONDS, self._transport.abort)
 
     def end(self, cause: str) -> None:
         """Ends the connection now."""
@@ -111,9 +116,16 @@ class _Peer(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def stop_timer(self) -> None:
+        """Cancels `timer`."""
+        if self.timer is not None:
+            self.timer.cancel()
+
     def connection_lost(self, error: Exception | None) -> None:
+        self.stop_timer()
         reason = "connection closed" if error is None else getattr(error, "strerror", None) or str(error)
-        self._server.forget(self, self._cause or reason)
+        is_silent = isinstance(error, OSError) and (isinstance(error, TimeoutError) or error.errno in _UNREACHABLE)
+        self._server.forget(self, self._cause or reason, is_silent=is_silent and not self._cause)
 
 
 class RendezvousServer:
@@ -318,7 +330,7 @@ class RendezvousServer:
             task = self._loop.create_task(self._loop.connect_accepted_socket(partial(_same, peer), stream))
             _tasks.add(task)
             task.add_done_callback(_tasks.discard)
-            self._loop.call_later(HANDSHAKE_SECONDS, self._drop_stranger, peer)
+            peer.timer = self._loop.call_later(HANDSHAKE_SECONDS, self._drop_stranger, peer)
 
     def _survive_accept_error(self, error: OSError) -> None:
         """Accepts nothing for 0.1 s if no descriptor or memory is free; otherwise the loop would spin."""
@@ -340,6 +352,7 @@ class RendezvousServer:
     def admit(self, peer: _Peer, message: Message) -> bool:
         """Takes up an authenticated connection; refuses it if more are open than a correct run needs."""
         self._strangers.pop(peer.number, None)
+        peer.stop_timer()
         if len(self._peers) - len(self._strangers) <= self._max_members:
             return True
         text = f"the server has more than {self._max_members} authenticated connections; close some"
@@ -352,12 +365,12 @@ class RendezvousServer:
         self._worlds.received(time.monotonic(), number, message)
         self._set_timer()
 
-    def forget(self, peer: _Peer, cause: str) -> None:
+    def forget(self, peer: _Peer, cause: str, *, is_silent: bool) -> None:
         """Forgets a connection that has ended."""
         if self._peers.pop(peer.number, None) is not None:
             self._strangers.pop(peer.number, None)
             _log.debug("rendezvous: connection %d ended: %s", peer.number, cause)
-            self._worlds.lost(time.monotonic(), peer.number, cause)
+            self._worlds.lost(time.monotonic(), peer.number, cause, is_silent=is_silent)
             self._set_timer()
             if not self._peers:
                 self._empty.set()
@@ -382,13 +395,13 @@ class RendezvousServer:
     def _set_timer(self) -> None:
         """Has `_tick` called when the core has something to do."""
         due_at, loop = self._worlds.next_deadline(), self._loop
-        if due_at is None or loop is None:
-            return
         if self._timer is not None:
-            if self._timer_at <= due_at:
+            if due_at is not None and self._timer_at <= due_at:
                 return  # it looks again then
             self._timer.cancel()
-        self._timer, self._timer_at = loop.call_later(max(due_at - time.monotonic(), 0.0), self._tick), due_at
+            self._timer = None
+        if due_at is not None and loop is not None:
+            self._timer, self._timer_at = loop.call_later(max(due_at - time.monotonic(), 0.0), self._tick), due_at
 
     def _tick(self) -> None:
         self._timer = None

@@ -35,8 +35,8 @@ DIED, STUCK, SILENT = range(3)  # kinds of failures
 MAX_STORED_BYTES = 64 * 1024**2
 MAX_WAITS_PER_CONNECTION = 64
 NOTICE_SECONDS = 5.0
-SILENT_SECONDS = 10.0  # a member that has sent nothing for so long, and that /proc calls stopped or zombie, is lost
-_LOOK_SECONDS = 2.0  # how often silent members are looked for
+SILENT_SECONDS = 9.0  # a member that has sent nothing for so long, and that /proc calls stopped or zombie, is lost
+_LOOK_SECONDS = 0.5  # how often silent members are looked for
 _LATEST_SECONDS = 10**9
 _MISSING_RANK_BYTES = 3  # the largest number of bytes for one rank in an encoded list
 _MAX_RANKS_BESIDE_TEXT = 12 * 1024  # a failure that lists this number of ranks still has room for a text of 12 KiB
@@ -112,6 +112,10 @@ class Request:
         """Answers with values."""
         self._answer(Status.OK, True, *values)
 
+    def accept(self) -> None:
+        """Says that the request is known, and waits: the answer begins with an empty part."""
+        self._send(self.connection, Kind.REPLY, self.number, Status.OK, False, [])
+
     def reply_in_parts(self, parts: Sequence[list[bytes]]) -> None:
         """Answers with lists that do not fit into one frame."""
         for part in parts[:-1]:
@@ -167,9 +171,10 @@ class Generation:
         members: the ranks that have joined, also those that have left or failed.
     """
 
-    def __init__(self, worlds: Worlds, size: int) -> None:
+    def __init__(self, worlds: Worlds, world: World) -> None:
         self._worlds = worlds
-        self.size = size
+        self._world = world
+        self.size = world.size
         self.number = 0
         self.failure: Failure | None = None
         self.members: dict[int, Member] = {}
@@ -237,6 +242,9 @@ class Generation:
 
     def _state(self, rank: int) -> str:
         if rank not in self.members:
+            pid = self._world.pids.get(rank)
+            if pid is not None and self._worlds.state_of(pid) == "T":
+                return f"not joined; its process {pid} is stopped: SIGSTOP?"
             return "stopped waiting to join" if rank in self.late else "not joined"
         return "left" if rank in self.left else self.phase
 
@@ -444,7 +452,6 @@ class World:
         self.pids: dict[int, int] = {}  # rank -> process, as its launcher has reported
         self.ended: dict[int, str] = {}  # rank -> how its process ended
         self.notice_at: float | None = None  # when the ranks that have not joined are told of
-        self.stopped: dict[int, float] = {}  # rank -> since when its process, which has not joined, is stopped
 
 
 class Worlds:
@@ -474,7 +481,7 @@ class Worlds:
         self.send = send
         self._close = close
         self._notice = notice
-        self._state_of = state_of
+        self.state_of = state_of
         self._machine = machine
         self._host = host
         self._worlds: dict[str, World] = {} if size is None else {"": World(size)}
@@ -507,17 +514,19 @@ class Worlds:
             handler(self, now, generation, Request(self.send, connection, message.request, rank), *message.fields)
         self._advance(now)
 
-    def lost(self, now: float, connection: int, cause: str) -> None:
-        """Handles the end of a connection."""
+    def lost(self, now: float, connection: int, cause: str, *, is_silent: bool = False) -> None:
+        """Handles the end of a connection; `is_silent`: the peer's machine acknowledges nothing any more."""
         place = self._of.pop(connection, None)
         self._waits.pop(connection, None)
         if place is not None:
             _, generation, rank = place
             generation.members[rank].is_present = False
-            text = f"{generation.name(rank)} died{generation.while_joining()}: "
-            generation.fail(
-                Failure(rank, generation.phase, f"{text}its control connection ended unexpectedly ({cause})")
-            )
+            who, when = generation.name(rank), generation.while_joining()
+            text = f"{who} died{when}: its control connection ended unexpectedly ({cause})"
+            if is_silent:
+                why = "its machine acknowledges nothing; the machine or the network failed"
+                text = f"{who} cannot be reached{when}: {why}"
+            generation.fail(Failure(rank, generation.phase, text, SILENT if is_silent else DIED))
             self._advance(now)
 
     def process(self, now: float, world: str, rank: int, pid: int | None, how: str = "") -> None:
@@ -542,7 +551,7 @@ class Worlds:
             self._tell_missing(now, world)
             for generation in world.generations:
                 if generation.number and generation.failure is None:
-                    failure = generation.stuck.advance(now, self._notice, self._state_of)
+                    failure = generation.stuck.advance(now, self._notice, self.state_of)
                     if failure is not None:
                         generation.fail(failure)
         if self._look_at <= now:
@@ -609,7 +618,7 @@ class Worlds:
             self._close(request.connection)
             return
         if generation is None:
-            generation = Generation(self, world.size)
+            generation = Generation(self, world)
         if generation.failure is not None:
             request.fail(generation.failure)
             self._close(request.connection)
@@ -622,6 +631,7 @@ class Worlds:
         generation.late.discard(rank)
         generation.joins[rank] = request
         self._of[request.connection] = world, generation, rank
+        request.accept()
         request.when_late = lambda late: self._end_join(generation, late)
         self._wait(now, request, timeout_ms)
         if world.notice_at is None and not generation.number:
@@ -753,7 +763,6 @@ class Worlds:
             first = world.generations[0] if world.generations else None
             if first is None or first.number or first.failure is not None:
                 world.notice_at = None
-                world.stopped.clear()
                 if first is None and name:
                     del self._worlds[name]
                 continue
@@ -773,22 +782,12 @@ class Worlds:
                     break
 
     def _tell_missing(self, now: float, world: World) -> None:
-        """Logs the ranks that have not joined, every few seconds; finds those whose process is stopped."""
-        if world.notice_at is None or now < world.notice_at:
-            return
-        world.notice_at = now + NOTICE_SECONDS
-        forming = world.generations[0]
-        where = forming.states(forming.missing())
-        self._notice(f"{len(forming.members)} of {world.size} ranks have joined; waiting for {where}")
-        for rank, pid in world.pids.items():
-            if rank in forming.members or self._state_of(pid) != "T":
-                world.stopped.pop(rank, None)
-            elif now - world.stopped.setdefault(rank, now) >= NOTICE_SECONDS:
-                seconds = now - world.stopped[rank] + NOTICE_SECONDS
-                who = f"{forming.label(rank)} (pid {pid})"
-                why = f"no sign of life for {seconds:.1f} s, while other ranks wait for it to join"
-                forming.fail(Failure(rank, "joining", _lost_text(who, "T", f" before it joined: {{}}; {why}"), SILENT))
-                return
+        """Logs the ranks that have not joined, every few seconds."""
+        if world.notice_at is not None and world.notice_at <= now:
+            world.notice_at = now + NOTICE_SECONDS
+            forming = world.generations[0]
+            where = forming.states(forming.missing())
+            self._notice(f"{len(forming.members)} of {world.size} ranks have joined; waiting for {where}")
 
     def _look_for_silent(self, now: float) -> None:
         """Fails the generation of a member that has been silent for long, and that /proc calls stopped or a zombie."""
@@ -796,7 +795,7 @@ class Worlds:
             member = generation.members[rank]
             silent_seconds = now - member.seen_at
             if silent_seconds >= SILENT_SECONDS and not member.host and member.pid and generation.failure is None:
-                state = self._state_of(member.pid)
+                state = self.state_of(member.pid)
                 if state in ("T", "Z"):
                     why = f"{generation.while_joining()}: {{}}; no sign of life for {silent_seconds:.1f} s"
                     text = _lost_text(generation.name(rank), state, why)
