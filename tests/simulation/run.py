@@ -65,15 +65,18 @@ def play(
     """Plays the scenario of a seed; the same one every time."""
     scenario = draw(seed)
     system = System(seed, scenario.weather)
-    logger = logging.getLogger("gradsync.rendezvous")
-    was_disabled, logger.disabled = logger.disabled, True
+    loggers = [logging.getLogger(name) for name in ("gradsync.rendezvous", "asyncio")]
+    were_disabled = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
     gc.disable()  # what it would collect, and when, no seed decides
     try:
         with system.in_effect():
             return Run(system, scenario, client_class, server_class).play()
     finally:
         gc.enable()
-        logger.disabled = was_disabled
+        for logger, was_disabled in zip(loggers, were_disabled, strict=True):
+            logger.disabled = was_disabled
 
 
 class Run:
