@@ -37,7 +37,6 @@ class Pipe:
         self.ending: str | None = None  # how it has ended, once that has arrived: "fin" or "reset"
         self.is_finished = False  # nothing is put in any more
         self.has_no_reader = False  # what arrives is answered by a reset
-        self.acknowledged_at = link.scheduler.now
         self._under_way: deque[tuple[float, bytes | str]] = deque()
         self._bytes_under_way = 0
         self._last_arrival = 0.0
@@ -46,10 +45,6 @@ class Pipe:
     def room(self) -> int:
         """How many bytes it takes now."""
         return self.link.weather.window_bytes - self._bytes_under_way - len(self.arrived)
-
-    @property
-    def is_unacknowledged(self) -> bool:
-        return bool(self._under_way)
 
     def put(self, data: bytes | str) -> None:
         """Sends bytes, or the end: "fin" or "reset"."""
@@ -68,7 +63,6 @@ class Pipe:
         now = self.link.scheduler.now
         while self._under_way and self._under_way[0][0] <= now and not self.link.is_cut:
             _, data = self._under_way.popleft()
-            self.acknowledged_at = now
             if isinstance(data, str):
                 self.ending = data
                 continue

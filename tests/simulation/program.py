@@ -144,7 +144,7 @@ class SimulatedRank:
         try:
             call.value = function()
         except Exception as error:
-            call.error = error
+            call.error = _without_frames(error)
         call.ended = self._scheduler.now  # not where the process dies meanwhile
         self._scheduler.note(self._rank, name, type(call.error).__name__)
         if call.error is not None:
@@ -243,3 +243,11 @@ class SimulatedRank:
                 has_reported = True
                 client.report_waiting(*wait)
             self._scheduler.sleep(LOOK_SECONDS)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Returns the error, which keeps nothing of the run alive any more."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__, link = None, link.__cause__ or link.__context__
+    return error

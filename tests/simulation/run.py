@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import sys
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,11 +74,28 @@ def play(
     gc.disable()  # what it would collect, and when, no seed decides
     try:
         with system.in_effect():
-            return Run(system, scenario, client_class, server_class).play()
+            outcome = Run(system, scenario, client_class, server_class).play()
+        unclosed = _complaints_of_the_collector()
+        if outcome.fault_at is None or not scenario.fault.hits_server:  # else nobody was there to close it
+            outcome.leftovers += unclosed
+        return outcome
     finally:
         gc.enable()
         for logger, was_disabled in zip(loggers, were_disabled, strict=True):
             logger.disabled = was_disabled
+
+
+def _complaints_of_the_collector() -> list[str]:
+    """Collects what the run has made, and returns what that complains of: of what nobody has closed or awaited."""
+    complaints: list[str] = []
+    hook, sys.unraisablehook = sys.unraisablehook, lambda of: complaints.append(f"left: {of.exc_value!r}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            gc.collect(0)
+    finally:
+        sys.unraisablehook = hook
+    return complaints
 
 
 class Run:

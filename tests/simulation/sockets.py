@@ -6,7 +6,6 @@ import errno
 import os
 import selectors
 import socket
-import struct
 from select import POLLERR, POLLHUP, POLLIN, POLLNVAL, POLLOUT
 from typing import Any
 
@@ -14,7 +13,6 @@ from simulation.network import Link, Network, Pipe
 from simulation.scheduler import Killed, Process, Scheduler
 
 BROKEN = POLLERR | POLLHUP
-TCP_INFO_BYTES, UNACKED_AT, LAST_ACK_AT = 64, 24, 56  # of the kernel's struct tcp_info: where two of its fields are
 
 
 class VirtualSocket:
@@ -50,16 +48,6 @@ class VirtualSocket:
 
     def setsockopt(self, *_: Any) -> None:
         self._give_way()
-
-    def getsockopt(self, level: int, option: int, size: int = 0) -> bytes:
-        """The kernel's view of the connection: what is unacknowledged, and since when nothing was heard."""
-        if self._outgoing is None or self._incoming is None:
-            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
-        info = bytearray(TCP_INFO_BYTES)
-        heard_at = max(self._outgoing.acknowledged_at, self._incoming.acknowledged_at)
-        struct.pack_into("=I", info, UNACKED_AT, int(self._outgoing.is_unacknowledged))
-        struct.pack_into("=I", info, LAST_ACK_AT, int((self.network.scheduler.now - heard_at) * 1000))
-        return bytes(info)
 
     def getsockname(self) -> tuple[str, int]:
         return self.address

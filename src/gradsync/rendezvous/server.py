@@ -51,6 +51,7 @@ class _Peer(asyncio.Protocol):
         number: the connection's number in the core.
         stream: the socket itself, to close a forked child's copy.
         timer: ends the connection if its handshake, or its last bytes, take too long.
+        task: makes the transport; kept here, because asyncio itself keeps only a weak reference.
     """
 
     def __init__(self, server: RendezvousServer, number: int, stream: socket.socket, channel: Channel) -> None:
@@ -62,6 +63,7 @@ class _Peer(asyncio.Protocol):
         self._cause = ""
         self._is_closing = False
         self.timer: asyncio.TimerHandle | None = None
+        self.task: asyncio.Task[Any] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -327,9 +329,7 @@ class RendezvousServer:
             peer = _Peer(self, self._next_number, stream, Channel(self._secret, run_id=self._run_id))
             self._empty.clear()
             self._peers[peer.number] = self._strangers[peer.number] = peer
-            task = self._loop.create_task(self._loop.connect_accepted_socket(partial(_same, peer), stream))
-            _tasks.add(task)
-            task.add_done_callback(_tasks.discard)
+            peer.task = self._loop.create_task(self._loop.connect_accepted_socket(partial(_same, peer), stream))
             peer.timer = self._loop.call_later(HANDSHAKE_SECONDS, self._drop_stranger, peer)
 
     def _survive_accept_error(self, error: OSError) -> None:
@@ -411,9 +411,6 @@ class RendezvousServer:
 
 def _same(peer: _Peer) -> _Peer:
     return peer
-
-
-_tasks: set[asyncio.Task[Any]] = set()  # asyncio itself keeps only weak references
 
 
 def _state_of(pid: int) -> str:
