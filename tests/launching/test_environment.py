@@ -224,7 +224,7 @@ def test_slurm_says_where_to_meet():
     assert len(set(names)) == 3
     assert None not in names
     assert master(here)[:2] == (None, None)
-    assert master(here | {"MASTER_ADDR": "n", "MASTER_PORT": "9"}) == ("127.0.0.1", 9, None)
+    assert master(here | {"MASTER_ADDR": "n", "MASTER_PORT": "9"})[2] == names[0]
     assert master(here | {"GRADSYNC_ADDRESS": "n:9"}) == (None, None, None)
     several = SLURM | {"SLURM_JOB_ID": "4711", "SLURM_STEP_NODELIST": "gpu[07-09]", "SLURM_JOB_NODELIST": "gpu[01-09]"}
     host, port, name = master(several)

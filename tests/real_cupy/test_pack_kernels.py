@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from gradsync.communicators.nccl.kernels import CHUNK_BYTES, PACK_SOURCE, THREADS_PER_BLOCK, pack_layout
 
 HERE = Path(__file__).parent

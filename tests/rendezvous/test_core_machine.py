@@ -9,16 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
-
 from gradsync.rendezvous.frames import (
     THE_WORLD,
     Close,
@@ -36,6 +26,16 @@ from gradsync.rendezvous.frames import (
 )
 from gradsync.rendezvous.liveness import ProcessState
 from gradsync.rendezvous.protocol import RendezvousCore
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
 from rendezvous.reference_model import ALL, CLOSED, WORLD_SIZE, Model, Sent, Wait
 
 RANKS = st.integers(0, WORLD_SIZE - 1)

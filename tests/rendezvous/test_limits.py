@@ -12,12 +12,12 @@ import threading
 import time
 
 import pytest
+from gradsync.rendezvous.protocol import RendezvousCore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradsync as gs
 from commands import wait_until
-from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.server import RendezvousServer
 from rendezvous.clients import connect, failure_of, join_all, on_each, thread_of, world
 from rendezvous.peer import SECRET, FakeServer, hello

@@ -41,6 +41,8 @@ from gradsync.rendezvous.wire import (
     MAX_REASON_BYTES,
     MAX_REPORT_BYTES,
     MAX_STATUS_GROUPS,
+    SILENT,
+    STUCK,
     Calls,
     Channel,
     FrameError,
@@ -65,7 +67,6 @@ _NOTICE_SECONDS = 5.0
 _DIAL_SECONDS = 3.0
 _FIRST_BACKOFF_SECONDS, _LAST_BACKOFF_SECONDS = 0.005, 0.5
 _THREAD_END_SECONDS = 0.2
-_DIED, _STUCK, _SILENT = range(3)  # kinds of failures, as worlds.py has them
 
 NO_REPORT = "(it reports nothing)"
 
@@ -410,10 +411,10 @@ def failure_of(fields: list[Any], label: str, operation: str = "") -> GradsyncEr
         operation: the name of the request that failed, followed by ": "; "" if the whole generation has failed.
     """
     kind, rank, phase, missing, text = fields
-    if kind == _STUCK:  # the operation is left out: this rank's own request has nothing to do with the stuck collective
+    if kind == STUCK:  # the operation is left out: this rank's own request has nothing to do with the stuck collective
         ordered = tuple(sorted(missing, key=lambda each: (each != rank, each)))  # the cause first
         return CollectiveTimeout(f"{label}: {text}", missing_ranks=ordered)
-    return RankFailed(f"{label}: {operation}{text}", rank=rank, phase=phase, was_silent=kind == _SILENT)
+    return RankFailed(f"{label}: {operation}{text}", rank=rank, phase=phase, was_silent=kind == SILENT)
 
 
 def _until(deadline: float) -> float:

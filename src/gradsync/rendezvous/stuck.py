@@ -13,10 +13,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradsync.diagnostics.compare import Call, History, Wait, circle, circle_text, first_divergence
 from gradsync.errors import name_ranks
-from gradsync.rendezvous.wire import MAX_FAILURE_BYTES, MAX_STATUS_GROUPS, OF_MESSAGES, Calls, clip_text
+from gradsync.rendezvous.wire import (
+    MAX_STATUS_GROUPS,
+    OF_MESSAGES,
+    SILENT,
+    STUCK,
+    Calls,
+    Failure,
+    clip_text,
+    failure_room_bytes,
+)
 
 if TYPE_CHECKING:
-    from gradsync.rendezvous.worlds import Failure, Generation, Member, Members
+    from gradsync.rendezvous.worlds import Generation, Member, Members
 
 ANSWER_SECONDS = 5.0  # more than a busy machine takes to run one thread of each rank
 _WARNING_SECONDS = 0.3  # the time from the first report to the notice, because waiting ranks report one by one
@@ -24,7 +33,6 @@ _MAX_COLLECTIVES = 1024
 _MAX_NOTICED = 4
 _MAX_REPORTS = 32
 _MAX_SUMMARY_BYTES = 8192
-_MISSING_RANK_BYTES = 3
 _NO_ANSWER = "(it did not answer the server's status request in time)"
 
 
@@ -147,8 +155,6 @@ class Stuck:
     # -- The verdict ---------------------------------------------------------------------------------------------
 
     def _verdict(self, state_of: Callable[[int], str]) -> Failure:
-        from gradsync.rendezvous.worlds import SILENT, STUCK, Failure  # which imports this module
-
         generation = self._generation
         for rank in sorted(self._unanswered):
             member = generation.members[rank]
@@ -230,9 +236,7 @@ class Stuck:
                 "above. If ranks need more time, pass a longer collective_timeout_seconds to init_process_group()"
             )
         sections = [(self._heading(ranks, first), text) for ranks, text in shown]
-        return _fit(
-            summary, sections, tail, MAX_FAILURE_BYTES - _MISSING_RANK_BYTES * min(len(first.missing), 12 * 1024)
-        )
+        return _fit(summary, sections, tail, failure_room_bytes(len(first.missing)))
 
     def _grouped(self, ranks: Sequence[int]) -> list[tuple[list[int], str]]:
         """Returns the reports of these ranks; equal reports are listed once, with all their ranks."""

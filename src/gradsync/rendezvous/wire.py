@@ -286,6 +286,41 @@ def _signed_by(mac: hmac.HMAC, data: bytes) -> bytes:
     return mac.digest()
 
 
+# -- Failures ---------------------------------------------------------------------------------------------------------
+
+DIED, STUCK, SILENT = range(3)  # kinds of failures
+_MISSING_RANK_BYTES = 3  # the largest number of bytes for one rank in an encoded list
+_MAX_RANKS_BESIDE_TEXT = 12 * 1024  # a failure that lists this number of ranks still has room for a text of 12 KiB
+
+
+class Failure(NamedTuple):
+    """Why a request or a whole generation has failed.
+
+    Attributes:
+        rank: the rank that caused it; one of them if there are several.
+        phase: that rank's phase: joining, running or left.
+        text: the full description.
+        kind: DIED, STUCK or SILENT.
+        missing: the ranks that have not arrived at a stuck collective, as far as they are known.
+    """
+
+    rank: int
+    phase: str
+    text: str
+    kind: int = DIED
+    missing: tuple[int, ...] = ()
+
+    def fields(self) -> tuple[object, ...]:
+        """Returns the fields of a message that tells it."""
+        text = clip_text(self.text, failure_room_bytes(len(self.missing)))
+        return self.kind, self.rank, self.phase, self.missing, text
+
+
+def failure_room_bytes(missing_ranks: int) -> int:
+    """Returns the space for a failure's text in a frame that also lists `missing_ranks` ranks."""
+    return MAX_FAILURE_BYTES - _MISSING_RANK_BYTES * min(missing_ranks, _MAX_RANKS_BESIDE_TEXT)
+
+
 # -- Checks of fields, and texts --------------------------------------------------------------------------------------
 
 _TYPES: dict[str, tuple[type, ...]] = {

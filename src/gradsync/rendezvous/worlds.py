@@ -13,16 +13,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradsync.errors import MAX_NAMED_RANKS
 from gradsync.rendezvous.stuck import Stuck
 from gradsync.rendezvous.wire import (
+    DIED,
     MAX_EXCHANGED_BYTES,
-    MAX_FAILURE_BYTES,
     MAX_NAME_BYTES,
     MAX_RANKS,
     MAX_VALUE_BYTES,
+    SILENT,
+    Failure,
     Kind,
     Message,
     Status,
@@ -31,41 +33,15 @@ from gradsync.rendezvous.wire import (
     is_under,
 )
 
-DIED, STUCK, SILENT = range(3)  # kinds of failures
 MAX_STORED_BYTES = 64 * 1024**2
 MAX_WAITS_PER_CONNECTION = 64
 NOTICE_SECONDS = 5.0
 SILENT_SECONDS = 9.0  # a member that has sent nothing for so long, and that /proc calls stopped or zombie, is lost
 _LOOK_SECONDS = 0.5  # how often silent members are looked for
 _LATEST_SECONDS = 10**9
-_MISSING_RANK_BYTES = 3  # the largest number of bytes for one rank in an encoded list
-_MAX_RANKS_BESIDE_TEXT = 12 * 1024  # a failure that lists this number of ranks still has room for a text of 12 KiB
 
 # Ranks in ascending order. All ranks together are a `range`, which is compared, hashed and searched in constant time.
 Members = tuple[int, ...] | range
-
-
-class Failure(NamedTuple):
-    """Why a request or a whole generation has failed.
-
-    Attributes:
-        rank: the rank that caused it; one of them if there are several.
-        phase: that rank's phase: joining, running or left.
-        text: the full description.
-        kind: DIED, STUCK or SILENT.
-        missing: the ranks that have not arrived at a stuck collective, as far as they are known.
-    """
-
-    rank: int
-    phase: str
-    text: str
-    kind: int = DIED
-    missing: tuple[int, ...] = ()
-
-    def fields(self) -> tuple[object, ...]:
-        """Returns the fields of a message that tells it."""
-        room = MAX_FAILURE_BYTES - _MISSING_RANK_BYTES * min(len(self.missing), _MAX_RANKS_BESIDE_TEXT)
-        return self.kind, self.rank, self.phase, self.missing, clip_text(self.text, room)
 
 
 @dataclass(eq=False, slots=True)
