@@ -294,8 +294,9 @@ class RendezvousServer:
 
     def _end(self) -> None:
         self._loop = None
-        with contextlib.suppress(OSError):  # the program may have closed the descriptor itself
-            self._listener.close()
+        for stream in (self._listener, *[peer.stream for peer in self._peers.values()]):
+            with contextlib.suppress(OSError):  # the program may have closed the descriptor itself
+                stream.close()
         self._peers.clear()
         self._empty.set()
         self.notices.end()

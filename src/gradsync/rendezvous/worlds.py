@@ -39,6 +39,7 @@ NOTICE_SECONDS = 5.0
 SILENT_SECONDS = 9.0  # a member that has sent nothing for so long, and that /proc calls stopped or zombie, is lost
 _LOOK_SECONDS = 0.5  # how often silent members are looked for
 _LATEST_SECONDS = 10**9
+_CROWD = 1024  # so many requests may lie in the heap of deadlines before those that are answered are removed
 
 # Ranks in ascending order. All ranks together are a `range`, which is compared, hashed and searched in constant time.
 Members = tuple[int, ...] | range
@@ -462,7 +463,8 @@ class Worlds:
         self._host = host
         self._worlds: dict[str, World] = {} if size is None else {"": World(size)}
         self._of: dict[int, tuple[World, Generation, int]] = {}  # connection -> where it has joined, and as which rank
-        self._late: list[tuple[float, int, Request]] = []  # a heap of the requests that wait, by deadline
+        self._late: list[tuple[float, int, Request]] = []  # a heap of requests, by deadline; some are answered already
+        self._crowded_above = _CROWD
         self._count = 0
         self._look_at = 0.0  # when silent members are looked for
         self._waits: dict[int, int] = {}  # connection -> an upper bound of its requests that wait
@@ -559,6 +561,10 @@ class Worlds:
         self._count += 1
         seconds = min(max(timeout_ms, 0) / 1000.0, _LATEST_SECONDS)
         heapq.heappush(self._late, (now + seconds, self._count, request))
+        if len(self._late) > self._crowded_above:  # most have been answered long before their deadline
+            self._late = [each for each in self._late if each[2].is_open]
+            heapq.heapify(self._late)
+            self._crowded_above = max(_CROWD, 2 * len(self._late))
 
     # -- Handlers: the fields of each message are the parameters after the request ------------------------------------
 
