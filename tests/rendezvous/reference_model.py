@@ -1,345 +1,163 @@
-"""What the server's core promises its ranks, in the simplest form: dicts, no clock, and no sockets.
+"""What the server's core promises its ranks, in the simplest form: it searches lists, and writes no texts.
 
-A generation is the set of ranks that have joined together; it forms when all have, and ends at its first failure. Each
-method of `Model` is one event. What every connection is to be sent is in `out`, until it is taken.
+`Model` has the face of the core (`gradsync.rendezvous.worlds.Worlds`), and sends the same messages.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gradsync.rendezvous.frames import DEATH, SILENCE, STUCK, FrameType
+from gradsync.rendezvous.wire import Kind, Message, Status
 
-WORLD_SIZE = 3
-ALL = tuple(range(WORLD_SIZE))
-
-
-class Wait(NamedTuple):
-    """A request without an answer."""
-
-    connection: int
-    sequence: int
-
-
-Sent = tuple[Any, ...]  # a message without its texts
-CLOSED: Sent = ("closed",)  # the server ends the connection
+DIED, STUCK, SILENT = range(3)
+SILENT_SECONDS, ANSWER_SECONDS = 9.0, 5.0
 
 
 class Failure(NamedTuple):
     kind: int
     rank: int
-    missing: tuple[int, ...] = ()
+    phase: str
+    missing: list[int]
+
+
+@dataclass(eq=False)
+class Request:
+    connection: int
+    number: int
+    kind: Kind
+    rank: int
+    deadline: float = 0.0
+    what: Any = None  # that it waits for: a key and who sets it, or an exchange
 
 
 @dataclass
 class Exchange:
-    """Who has arrived, with a value; a barrier is an exchange of empty values."""
+    root: int | None
+    values: dict[int, bytes] = field(default_factory=dict)  # of those that have arrived
+    late: set[int] = field(default_factory=set)
 
-    arrived: dict[int, tuple[Wait, bytes]] = field(default_factory=dict)
-    cancelled: set[int] = field(default_factory=set)
+
+@dataclass
+class Member:
+    connection: int
+    pid: int  # 0 on another machine
+    seen_at: float
+    begun: int = 0  # collectives, as far as the server knows
+    is_present: bool = True
 
 
 @dataclass
 class Generation:
-    number: int | None = None
+    size: int
+    number: int = 0
     failure: Failure | None = None
-    members: dict[int, int] = field(default_factory=dict)  # rank -> connection, also of those that have left or died
-    joins: dict[int, Wait] = field(default_factory=dict)
-    present: set[int] = field(default_factory=set)
-    cancelled: set[int] = field(default_factory=set)
+    members: dict[int, Member] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
     left: list[int] = field(default_factory=list)
+    waits: list[Request] = field(default_factory=list)
     values: dict[str, bytes] = field(default_factory=dict)
-    reads: dict[Wait, tuple[str, int, int | None]] = field(default_factory=dict)  # key, by whom, and from whom
     exchanges: dict[tuple[str, tuple[int, ...]], Exchange] = field(default_factory=dict)
-    departed: dict[tuple[str, tuple[int, ...]], dict[int, int]] = field(default_factory=dict)
-    begun: dict[int, int] = field(default_factory=dict)  # collectives, as far as the server knows
+    departed: dict[tuple[str, tuple[int, ...]], set[int]] = field(default_factory=dict)
+    noted: set[tuple[int, int]] = field(default_factory=set)  # in which collective who waits
+    stuck: dict[int, tuple[int, tuple[int, ...], list[int]]] = field(default_factory=dict)  # the first one first
+    unanswered: set[int] = field(default_factory=set)
+    verdict_at: float | None = None
 
-    @property
-    def is_running(self) -> bool:
-        return self.number is not None and self.failure is None
+    def ranks(self, ranks: list[int] | None) -> tuple[int, ...]:
+        return tuple(range(self.size) if ranks is None else ranks)
 
-    def waits_of(self, rank: int) -> list[Wait]:
-        found = [self.joins[rank]] if rank in self.joins else []
-        found += [wait for wait, (_, reader, _) in self.reads.items() if reader == rank]
-        return found + [each.arrived[rank][0] for each in self.exchanges.values() if rank in each.arrived]
+    def waits_of(self, kind: Kind) -> list[Request]:
+        return [wait for wait in self.waits if wait.kind is kind]
 
-    def withdraw(self, wait: Wait) -> None:
-        """Forgets a wait, as if it had not begun."""
-        self.reads.pop(wait, None)
-        for rank in [rank for rank, join in self.joins.items() if join == wait]:
-            del self.joins[rank], self.members[rank]
-            self.present.discard(rank)
-            self.cancelled.add(rank)
-        for key, exchange in list(self.exchanges.items()):
-            for rank in [rank for rank, (other, _) in exchange.arrived.items() if other == wait]:
-                del exchange.arrived[rank]
-                exchange.cancelled.add(rank)
-            if not exchange.arrived:
-                del self.exchanges[key]
+    def forget(self, prefix: str) -> None:
+        for key in [key for key in self.values if key == prefix or key.startswith(f"{prefix}/")]:
+            del self.values[key]
+
+
+@dataclass
+class World:
+    size: int
+    formed: int = 0
+    generations: list[Generation] = field(default_factory=list)  # the first one, and those that wait for its end
+    ended: dict[int, None] = field(default_factory=dict)  # ranks whose processes have ended
 
 
 class Model:
-    """The generations: the present one first, then those that wait until it has ended."""
+    """The worlds by name; see `Worlds`."""
 
-    def __init__(self) -> None:
-        self.out: dict[int, list[Sent]] = defaultdict(list)
-        self.generations: list[Generation] = []
-        self.formed = 0
-        self.ended: list[int] = []  # ranks whose processes have ended, says their launcher
-
-    def take(self) -> dict[int, list[Sent]]:
-        """Returns what was to be sent since the last call, by connection."""
-        out, self.out = self.out, defaultdict(list)
-        return {connection: sorted(messages, key=repr) for connection, messages in out.items()}
-
-    def find(self, rank: int) -> Generation | None:
-        """Returns the generation of which this rank is a member now."""
-        return next((generation for generation in self.generations if rank in generation.present), None)
-
-    # Joining and ending.
-
-    def join(self, rank: int, wait: Wait) -> None:
-        for generation in self.generations:
-            if rank not in generation.members:
-                break
-            if rank in generation.present:
-                return self._refuse_join(FrameType.REFUSED, wait)
-        else:
-            generation = Generation()
-            self.generations.append(generation)
-        if generation.failure is not None:
-            return self._refuse_join(FrameType.FAILED, wait, *generation.failure)
-        generation.members[rank], generation.joins[rank] = wait.connection, wait
-        generation.present.add(rank)
-        generation.cancelled.discard(rank)
-        return self._advance()
-
-    def lose(self, rank: int) -> None:
-        generation = self._end_waits(rank)
-        generation.present.discard(rank)
-        self._fail(generation, Failure(DEATH, rank))
-        self._advance()
-
-    def leave(self, rank: int) -> None:
-        found = self.find(rank)
-        assert found is not None
-        self.out[found.members[rank]].append(CLOSED)
-        was_joining = rank in found.joins
-        generation = self._end_waits(rank, is_cancelled=True)
-        if not was_joining:
-            generation.present.discard(rank)
-            generation.left.append(rank)
-            if generation.is_running:
-                self._fail_what_needs(generation, rank)
-        self._advance()
-
-    def report(self, rank: int, culprit: int | None) -> None:
-        generation = self.find(rank)
-        assert generation is not None
-        blamed = rank if culprit is None or culprit not in generation.members else culprit
-        self._fail(generation, Failure(DEATH, blamed))
-        self._advance()
-
-    def fall_silent(self, rank: int) -> None:
-        generation = self.find(rank)
-        assert generation is not None
-        self._fail(generation, Failure(SILENCE, rank))
-        self._advance()
-
-    def end_process(self, rank: int) -> None:
-        self.ended.append(rank)
-        self._advance()
-
-    def cancel(self, rank: int, wait: Wait) -> None:
-        """Comes to a deadline."""
-        generation = self.find(rank)
-        assert generation is not None
-        if wait not in generation.waits_of(rank):
-            return
-        missing: tuple[int, ...] = ()
-        is_join = generation.joins.get(rank) == wait
-        if is_join:
-            missing = _missing(ALL, generation.members, generation.cancelled)
-        elif wait in generation.reads:
-            setter = generation.reads[wait][2]
-            missing = () if setter is None else (setter,)
-        for (_, members), exchange in generation.exchanges.items():
-            if wait in [other for other, _ in exchange.arrived.values()]:
-                missing = _missing(members, exchange.arrived, exchange.cancelled)
-        generation.withdraw(wait)
-        self._send(wait, FrameType.TIMED_OUT, missing)
-        if is_join:
-            self.out[wait.connection].append(CLOSED)
-        self._advance()
-
-    # Requests of a generation that runs.
-
-    def set(self, rank: int, wait: Wait, key: str, value: bytes) -> None:
-        if generation := self._running(rank, wait):
-            self._send(wait, FrameType.REPLY, None)
-            generation.values[key] = value
-            for read in [read for read, (other, _, _) in generation.reads.items() if other == key]:
-                del generation.reads[read]
-                self._send(read, FrameType.REPLY, value)
-
-    def get(self, rank: int, wait: Wait, key: str, from_rank: int | None) -> None:
-        if not (generation := self._running(rank, wait)):
-            return
-        if key in generation.values:
-            self._send(wait, FrameType.REPLY, generation.values[key])
-        else:
-            generation.reads[wait] = key, rank, from_rank
-            self._fail_reads(generation)
-
-    def delete(self, rank: int, wait: Wait, key: str) -> None:
-        if generation := self._running(rank, wait):
-            self._send(wait, FrameType.REPLY, None)
-            _forget(generation, key)
-
-    def exchange(self, rank: int, wait: Wait, name: str, members: tuple[int, ...], value: bytes) -> None:
-        if not (generation := self._running(rank, wait)):
-            return
-        exchange = generation.exchanges.get((name, members), Exchange())
-        if rank not in members or rank in exchange.arrived:
-            self._send(wait, FrameType.REFUSED)
-            return
-        generation.exchanges[name, members] = exchange
-        exchange.arrived[rank] = wait, value
-        exchange.cancelled.discard(rank)
-        if len(exchange.arrived) == len(members):
-            del generation.exchanges[name, members]
-            values = [exchange.arrived[member][1] for member in members]
-            answer = (FrameType.VALUES, values) if any(values) else (FrameType.REPLY, None)
-            for arrived, _ in exchange.arrived.values():
-                self._send(arrived, *answer)
-        elif gone := [member for member in members if member in generation.left and member not in exchange.arrived]:
-            self._fail_exchange(generation, (name, members), gone[0])
-
-    def leave_group(self, rank: int, name: str, members: tuple[int, ...], position: int) -> None:
-        generation = self.find(rank)
-        if generation is not None and generation.is_running and rank in members:
-            generation.departed.setdefault((name, members), {}).setdefault(rank, position)
-            self._forget_groups(generation)
-
-    def left_ranks(self, rank: int, wait: Wait, name: str, members: tuple[int, ...]) -> None:
-        if generation := self._running(rank, wait):
-            departed = sorted(generation.departed.get((name, members), {}).items())
-            self._send(wait, FrameType.REPLY, tuple(number for pair in departed for number in pair))
-
-    def stuck(
+    def __init__(
         self,
-        rank: int,
-        position: int,
-        missing: tuple[int, ...],
-        begun: dict[int, int],
-        silent: int | None,
+        send: Callable[..., None],
+        close: Callable[[int], None],
+        state_of: Callable[[int], str],
         *,
-        is_stopped: bool,
+        machine: str,
+        size: int,
+        host: int,
     ) -> None:
-        """A rank reaches the deadline of a collective: all are asked what they have begun, and all but one answer."""
-        generation = self.find(rank)
-        assert generation is not None
-        for other in generation.present:
-            self.out[generation.members[other]].append((FrameType.STATUS_REQUEST,))
-        generation.begun |= {other: begun[other] for other in generation.present if other != silent}
-        if is_stopped and silent in generation.present:
-            self._fail(generation, Failure(SILENCE, silent))
+        self.worlds = {"": World(size)}
+        self.now = 0.0
+        self._send, self._close, self._state_of, self._machine, self._host = send, close, state_of, machine, host
+
+    def find(self, connection: int) -> tuple[Generation, int] | None:
+        """Returns the generation of which this connection is a member, and as which rank."""
+        found = [(member.connection, each, rank) for each, rank, member in self._present()]
+        return next(((each, rank) for its, each, rank in found if its == connection), None)
+
+    # Events.
+
+    def received(self, now: float, connection: int, message: Message) -> None:
+        kind, fields, found = message.kind, message.fields, self.find(connection)
+        request = Request(connection, message.request, kind, -1)
+        if kind in (Kind.JOIN, Kind.GET, Kind.EXCHANGE):
+            *fields, milliseconds = fields
+            request.deadline = now + milliseconds / 1000
+        if kind is Kind.JOIN:
+            self._join(now, request, found, *fields)
+        elif found is None:
+            self._close(connection)
         else:
-            late = [other for other in ALL if generation.begun.get(other, 0) < position and other != rank]
-            absent = tuple(sorted(other for other in missing if other != rank)) or tuple(late)
-            blamed = min(absent, key=lambda other: (bool(generation.waits_of(other)), other), default=rank)
-            self._fail(generation, Failure(STUCK, blamed, absent))
+            generation, request.rank = found
+            generation.members[request.rank].seen_at = now
+            is_running = generation.number and generation.failure is None
+            if is_running or kind in (Kind.FAIL, Kind.BEAT, Kind.STATUS) or (kind is Kind.LEAVE and not fields[0]):
+                self.now = now
+                getattr(self, f"_{kind.name.lower()}")(generation, request, *fields)
+            elif generation.failure is not None and kind not in (Kind.LEAVE, Kind.WAITING):
+                self._answer(request, Status.FAILED, *generation.failure)
+            elif kind not in (Kind.LEAVE, Kind.WAITING):
+                self._answer(request, Status.REFUSED)
         self._advance()
 
-    # What follows from an event.
+    def lost(self, now: float, connection: int, cause: str, *, is_silent: bool = False) -> None:
+        if (found := self.find(connection)) is not None:
+            generation, rank = found
+            generation.members[rank].is_present = False
+            self._fail(generation, SILENT if is_silent else DIED, rank)
+        self._advance()
 
-    def _advance(self) -> None:
-        self.generations = [generation for generation in self.generations if generation.present]
-        first = self.generations[0] if self.generations else None
-        if first is None or first.number is not None or first.failure is not None:
-            return
-        if len(first.members) == WORLD_SIZE:
-            first.number = self.formed = self.formed + 1
-            for wait in first.joins.values():
-                self._send(wait, FrameType.REPLY, (first.number,))
-            first.joins.clear()
-        elif gone := [rank for rank in self.ended if rank not in first.members]:
-            self._fail(first, Failure(DEATH, gone[0]))
-            self._advance()
+    def process(self, now: float, world: str, rank: int, pid: int | None, how: str = "") -> None:
+        if world in self.worlds and pid is None:
+            self.worlds[world].ended.setdefault(rank)
+        elif world in self.worlds:
+            self.worlds[world].ended.pop(rank, None)
+        self._advance()
 
-    def _fail(self, generation: Generation, failure: Failure) -> None:
-        """The first failure of a generation stays, and all its members get it."""
-        if generation.failure is not None:
-            return
-        generation.failure = failure
-        generation.joins.clear()
-        generation.reads.clear()
-        generation.exchanges.clear()
-        for rank in generation.present:
-            self._send(Wait(generation.members[rank], 0), FrameType.FAILED, *failure)
-
-    def _fail_what_needs(self, generation: Generation, rank: int) -> None:
-        self._forget_groups(generation)
-        for key in [key for key in generation.exchanges if rank in key[1]]:
-            self._fail_exchange(generation, key, rank)
-        self._fail_reads(generation)
-
-    def _fail_exchange(self, generation: Generation, key: tuple[str, tuple[int, ...]], rank: int) -> None:
-        for wait, _ in generation.exchanges.pop(key).arrived.values():
-            self._send(wait, FrameType.FAILED, DEATH, rank, ())
-
-    def _fail_reads(self, generation: Generation) -> None:
-        """Fails the reads of keys that no remaining rank will set."""
-        for wait, (_, _, setter) in list(generation.reads.items()):
-            gone = setter if setter in generation.left else None
-            if gone is None and len(generation.left) >= WORLD_SIZE - 1:
-                gone = generation.left[-1]
-            if gone is not None:
-                del generation.reads[wait]
-                self._send(wait, FrameType.FAILED, DEATH, gone, ())
-
-    def _forget_groups(self, generation: Generation) -> None:
-        """Forgets the keys of groups that all members have left."""
-        for (name, members), departed in list(generation.departed.items()):
-            if all(member in departed or member in generation.left for member in members):
-                del generation.departed[name, members]
-                _forget(generation, name)
-
-    def _end_waits(self, rank: int, *, is_cancelled: bool = False) -> Generation:
-        generation = self.find(rank)
-        assert generation is not None
-        for wait in generation.waits_of(rank):
-            if is_cancelled or wait != generation.joins.get(rank):
-                generation.withdraw(wait)
-        generation.joins.pop(rank, None)
-        return generation
-
-    def _running(self, rank: int, wait: Wait) -> Generation | None:
-        """Returns the rank's generation; answers where it has failed, or has not formed."""
-        generation = self.find(rank)
-        assert generation is not None
-        if generation.failure is not None:
-            self._send(wait, FrameType.FAILED, *generation.failure)
-        elif generation.number is None:
-            self._send(wait, FrameType.REFUSED)
-        return generation if generation.is_running else None
-
-    def _send(self, wait: Wait, frame_type: FrameType, *values: object) -> None:
-        self.out[wait.connection].append((frame_type, wait.sequence, *values))
-
-    def _refuse_join(self, frame_type: FrameType, wait: Wait, *values: object) -> None:
-        self._send(wait, frame_type, *values)
-        self.out[wait.connection].append(CLOSED)
-
-
-def _missing(members: tuple[int, ...], arrived: object, cancelled: set[int]) -> tuple[int, ...]:
-    """Returns who never arrived; if there is nobody, who has arrived and given up."""
-    absent = tuple(member for member in members if member not in arrived)  # type: ignore[operator]
-    return tuple(member for member in absent if member not in cancelled) or absent
-
-
-def _forget(generation: Generation, prefix: str) -> None:
-    for key in [key for key in generation.values if key == prefix or key.startswith(f"{prefix}/")]:
-        del generation.values[key]
+    def tick(self, now: float) -> None:
+        generations = list(dict.fromkeys(map(id, ())))  # placeholder
+        del generations
+        waits = [(wait.deadline, wait.number, wait, each) for each in self._generations() for wait in each.waits]
+        for deadline, _, wait, generation in sorted(waits):
+            if deadline <= now and wait in generation.waits:
+                self._time_out(generation, wait)
+        for generation in self._generations():
+            if generation.failure is None and generation.verdict_at is not None and generation.verdict_at <= now:
+                self._verdict(generation)
+        if now > self.now:  # it looks once at each moment
+            for generation, rank, member in sorted(self._present(), key=lambda found: found[2].connection):
+                if now - member.seen_at >= SILENT_SECONDS and self._state_of(member.pid) in ("T", "Z"):
+                    self._fail(generation, SILENT, rank)
+        self.now = now
+        self._advance()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import logging
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,11 +75,12 @@ def play(
         logger.disabled = True
     gc.disable()  # what it would collect, and when, no seed decides
     try:
-        with system.in_effect():
-            outcome = Run(system, scenario, client_class, server_class).play()
-        unclosed = _complaints_of_the_collector()
-        if outcome.fault_at is None or not scenario.fault.hits_server:  # else nobody was there to close it
-            outcome.leftovers += unclosed
+        with _complaints() as complaints:
+            with system.in_effect():
+                outcome = Run(system, scenario, client_class, server_class).play()
+            gc.collect(0)  # what the run has made
+        if outcome.fault_at is None or not scenario.fault.hits_server:  # a killed server closes nothing
+            outcome.leftovers += complaints
         return outcome
     finally:
         gc.enable()
@@ -85,17 +88,17 @@ def play(
             logger.disabled = was_disabled
 
 
-def _complaints_of_the_collector() -> list[str]:
-    """Collects what the run has made, and returns what that complains of: of what nobody has closed or awaited."""
+@contextlib.contextmanager
+def _complaints() -> Iterator[list[str]]:
+    """Collects what Python complains of in the block where no caller hears it: what nobody closed or awaited."""
     complaints: list[str] = []
     hook, sys.unraisablehook = sys.unraisablehook, lambda of: complaints.append(f"left: {of.exc_value!r}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            gc.collect(0)
+            yield complaints
     finally:
         sys.unraisablehook = hook
-    return complaints
 
 
 class Run:
