@@ -78,6 +78,7 @@ def play(
         with _complaints() as complaints:
             with system.in_effect():
                 outcome = Run(system, scenario, client_class, server_class).play()
+            del system
             gc.collect(0)  # what the run has made
         if outcome.fault_at is None or not scenario.fault.hits_server:  # a killed server closes nothing
             outcome.leftovers += complaints

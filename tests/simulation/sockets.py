@@ -233,6 +233,8 @@ class Poll:
         del self._watched[what if isinstance(what, int) else what.fileno()]
 
     def poll(self, milliseconds: float | None = None) -> list[tuple[int, int]]:
+        if self._process.is_dead:  # asyncio goes on after what its callbacks raise
+            raise Killed
         if milliseconds is not None and milliseconds <= 0:
             self._scheduler.give_way()
         elif not self._is_ready():
