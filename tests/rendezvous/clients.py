@@ -9,7 +9,7 @@ from typing import Any
 
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.server import RendezvousServer
-from rendezvous.peer import PATIENCE_SECONDS, SECRET, Kind, Peer
+from rendezvous.peer import PATIENCE_SECONDS, SECRET, Peer, Status
 
 
 def connect(server: RendezvousServer | str, rank: int = 0, size: int = 1, **options: Any) -> RendezvousClient:
@@ -62,7 +62,7 @@ def world_with_peer(size: int) -> Iterator[tuple[list[RendezvousClient], Peer]]:
     with RendezvousServer(size, secret=SECRET) as server, Peer.of_client(server.address) as peer:
         with thread_of(lambda: peer.join(size - 1, size)) as joined:
             clients = together(*[lambda rank=rank: connect(server, rank, size) for rank in range(size - 1)])
-            assert joined().kind == Kind.REPLY
+            assert joined().status == Status.OK
         try:
             yield clients, peer
         finally:

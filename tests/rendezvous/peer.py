@@ -4,9 +4,10 @@ This file alone among the tests knows the format. A new version of the protocol 
 
     frame      length (4 bytes, of what follows), kind (1), sequence (8), body, MAC (32, HMAC-SHA256)
     HELLO      "gradsync", version, the client's nonce; the MAC is zeros                   client to server
-    CHALLENGE  "gradsync", version, the server's nonce, its machine (8) and pid (4), run id; the server's proof
+    CHALLENGE  "gradsync", version, the server's nonce, run id; the server's proof
     PROOF      empty; the client's proof
-    then       a msgpack array of fields, under the key of its direction
+    then       a msgpack array under the key of its direction: the number of a request (0: there will be no answer),
+               and the fields. Those of a REPLY begin with its status, and whether it is the last one to this request.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 SECRET = bytes(range(32))
-VERSION = 14
+VERSION = 15
 LONGEST_FRAME, LONGEST_OF_A_STRANGER = 64 * 1024, 512
 PATIENCE_SECONDS = 60.0
 _HEADER = struct.Struct("!IBQ")
@@ -33,15 +34,31 @@ _HEADER = struct.Struct("!IBQ")
 
 class Kind(enum.IntEnum):
     HELLO, CHALLENGE, PROOF = 1, 2, 3
-    JOIN, SET, GET, DELETE, EXCHANGE, REPORT_FAILURE, CANCEL, LEAVE = 16, 17, 18, 20, 22, 25, 26, 27
-    HEARTBEAT, STUCK, STATUS, LEFT_RANKS = 31, 33, 34, 35
-    REPLY, REFUSED, TIMED_OUT, FAILED, PULSE, STATUS_REQUEST, VALUES = 64, 65, 66, 67, 71, 72, 74
+    JOIN, SET, GET, DELETE, EXCHANGE, LEAVE, FAIL, BEAT, WAITING, STATUS = range(16, 26)
+    REPLY, FAILED, LEFT, ASK = range(64, 68)
+
+
+class Status(enum.IntEnum):
+    OK, INVALID, REFUSED, TIMED_OUT, FAILED = range(5)
+
+
+REQUESTS = Kind.JOIN, Kind.SET, Kind.GET, Kind.DELETE, Kind.EXCHANGE  # those that are answered
 
 
 class Message(NamedTuple):
     kind: int
-    sequence: int
-    fields: Any
+    request: int
+    fields: list[Any]
+
+    @property
+    def status(self) -> int:
+        assert self.kind == Kind.REPLY
+        return self.fields[0]
+
+    @property
+    def values(self) -> list[Any]:
+        assert self.kind == Kind.REPLY
+        return self.fields[2:]
 
 
 def unsigned(kind: int, sequence: int, body: bytes) -> bytes:
@@ -54,8 +71,15 @@ def hello(version: int = VERSION) -> bytes:
 
 
 def challenge(version: int = VERSION) -> bytes:
-    body = b"gradsync" + bytes([version]) + os.urandom(32) + bytes(8 + 4) + b"run"
+    body = b"gradsync" + bytes([version]) + os.urandom(32) + b"run"
     return unsigned(Kind.CHALLENGE, 0, body)
+
+
+def joining(
+    rank: int = 0, size: int = 1, *, world: str = "", machine: str = "machine", pid: int = 0, seconds: float = 60.0
+) -> tuple[Any, ...]:
+    """The fields of a JOIN; from another machine, unless it is named."""
+    return world, rank, size, None, machine, "host", pid, int(seconds * 1000)
 
 
 def proof(secret: bytes, who: bytes, transcript: bytes) -> bytes:
@@ -77,6 +101,7 @@ class Peer:
         self._alter = alter
         self._keys = b"", b""  # to send, to receive
         self._sequences = [0, 0]
+        self._requests = 0
 
     def __enter__(self) -> Peer:
         return self
@@ -119,9 +144,9 @@ class Peer:
         self._keys = (down, up) if is_server else (up, down)
         self._sequences = [1, 2] if is_server else [2, 1]
 
-    def seal(self, kind: int, *fields: Any, body: bytes | None = None) -> bytes:
-        """The next frame; `body` in place of the fields is for what is no array."""
-        body = msgpack.packb(fields) if body is None else body
+    def seal(self, kind: int, *fields: Any, request: int = 0, body: bytes | None = None) -> bytes:
+        """The next frame; `body` in place of the request and the fields is for what is no array of them."""
+        body = msgpack.packb((request, *fields)) if body is None else body
         data = unsigned(kind, self._sequences[0], body)
         self._sequences[0] += 1
         return data + hmac.digest(self._keys[0], data, "sha256")
@@ -129,20 +154,26 @@ class Peer:
     def put(self, step: str, data: bytes) -> None:
         self.stream.sendall(self._alter(step, data))
 
-    def send(self, kind: int, *fields: Any) -> int:
-        """Sends a message, and gives its sequence."""
-        self.put("message", self.seal(kind, *fields))
-        return self._sequences[0] - 1
+    def send(self, kind: int, *fields: Any, request: int | None = None) -> int:
+        """Sends a message, and gives the number of its request."""
+        if request is None:
+            self._requests += kind in REQUESTS
+            request = self._requests if kind in REQUESTS else 0
+        self.put("message", self.seal(kind, *fields, request=request))
+        return request
 
-    def join(self, rank: int = 0, size: int = 1) -> Message:
-        """Joins from another machine, and gives the answer."""
-        self.send(Kind.JOIN, rank, size, "machine", "host", 0)
-        return self.answer()
+    def reply(self, asked: Message, *values: Any, status: int = Status.OK, is_last: bool = True) -> None:
+        """Answers a client's request."""
+        self.send(Kind.REPLY, status, is_last, *values, request=asked.request)
+
+    def join(self, rank: int = 0, size: int = 1, **others: Any) -> Message:
+        """Joins, see `joining`, and gives the answer."""
+        return self.ask(Kind.JOIN, *joining(rank, size, **others))
 
     def ask(self, kind: int, *fields: Any) -> Message:
-        sequence = self.send(kind, *fields)
+        request = self.send(kind, *fields)
         answer = self.answer()
-        assert answer.fields[0] == sequence
+        assert answer.kind == Kind.FAILED or answer.request == request
         return answer
 
     def raw_frame(self) -> bytes:
@@ -159,22 +190,23 @@ class Peer:
         _, kind, sequence = _HEADER.unpack_from(data)
         assert sequence == self._sequences[1]
         self._sequences[1] += 1
-        return Message(kind, sequence, msgpack.unpackb(data[_HEADER.size : -32]))
+        request, *fields = msgpack.unpackb(data[_HEADER.size : -32])
+        return Message(kind, request, fields)
 
     def answer(self) -> Message:
-        """The next message that is not a sign of life."""
+        """The next message that says more than that a request is known and waits."""
         while (message := self.receive()) is not None:
-            if message.kind != Kind.PULSE:
+            if not _only_accepts(message):
                 return message
         raise EOFError("the connection has ended")
 
     def rest(self) -> list[Message]:
-        """What still comes until the other side ends the connection, or leaves, without signs of life."""
+        """What still comes until the other side ends the connection, or leaves, but for what `answer` leaves out."""
         messages: list[Message] = []
         with suppress(ConnectionResetError):
             while (message := self.receive()) is not None and message.kind != Kind.LEAVE:
                 messages.append(message)
-        return [message for message in messages if message.kind != Kind.PULSE]
+        return [message for message in messages if not _only_accepts(message) and message.kind != Kind.BEAT]
 
     def leave(self) -> None:
         """Leaves the world, and waits until the server has ended the connection."""
@@ -233,10 +265,14 @@ class FakeServer:
 def accept_join(peer: Peer) -> None:
     """Answers HELLO and JOIN as a server of one rank."""
     peer.answer_hello()
-    message = peer.answer()
-    assert message.kind == Kind.JOIN
-    peer.send(Kind.PULSE)
-    peer.send(Kind.REPLY, message.sequence, [1])
+    asked = peer.answer()
+    assert asked.kind == Kind.JOIN
+    peer.reply(asked, [], is_last=False)
+    peer.reply(asked, 1, [0])
+
+
+def _only_accepts(message: Message) -> bool:
+    return message.kind == Kind.REPLY and message.fields == [Status.OK, False, []]
 
 
 def _parse(address: str) -> tuple[str, int]:

@@ -13,7 +13,9 @@ import gradsync as gs
 from commands import wait_until
 from gradsync.rendezvous.server import RendezvousServer
 from rendezvous.clients import connect, failure_of, join_all, on_each, thread_of, together, world, world_with_peer
-from rendezvous.peer import PATIENCE_SECONDS, SECRET, FakeServer, Kind, accept_join
+from rendezvous.peer import PATIENCE_SECONDS, SECRET, FakeServer, Kind, Status, accept_join
+
+DEATH = 0, 1, "running", [], "rank 1/2 died"
 
 
 @pytest.fixture
@@ -51,9 +53,9 @@ def test_a_reported_failure_reaches_all_and_stays(pair, culprit):
 def test_a_failure_in_the_same_bytes_as_the_end_of_the_stream_is_the_one_that_counts():
     def serve(peer):
         accept_join(peer)
-        asked = peer.answer().sequence
-        failed = peer.seal(Kind.FAILED, 0, 0, 1, "running", [], "rank 1/2 died")
-        peer.stream.sendall(failed + peer.seal(Kind.PULSE) + peer.seal(Kind.REPLY, asked, b"late"))
+        asked = peer.answer().request
+        failed = peer.seal(Kind.FAILED, *DEATH)
+        peer.stream.sendall(failed + peer.seal(Kind.REPLY, Status.OK, True, b"late", request=asked))
         peer.stream.shutdown(socket.SHUT_WR)
         peer.rest()
 
@@ -70,7 +72,7 @@ def test_a_member_that_does_not_read_is_dropped():
         clients[0].set("big", bytes(60_000))
         try:
             while True:
-                peer.send(Kind.GET, "big", None)
+                peer.send(Kind.GET, "big", None, 60_000)
         except OSError:
             pass
         failure = failure_of(clients[0])
@@ -83,7 +85,7 @@ def test_a_server_that_does_not_read_delays_neither_a_deadline_nor_a_failure():
     def serve(peer):
         accept_join(peer)
         fails.wait(PATIENCE_SECONDS)
-        peer.send(Kind.FAILED, 0, 0, 1, "running", [], "rank 1/2 died")
+        peer.send(Kind.FAILED, *DEATH)
         peer.rest()
 
     with FakeServer(serve) as server, connect(server.address) as client:
@@ -135,9 +137,9 @@ def test_what_was_sent_before_a_rank_left_is_answered():
     with world_with_peer(2) as (clients, peer):
         clients[0].set("big", bytes(60_000))
         for _ in range(15):
-            peer.send(Kind.GET, "big", None)
+            peer.send(Kind.GET, "big", None, 60_000)
         peer.send(Kind.LEAVE, "", None, 0)
-        assert [len(message.fields[1]) for message in peer.rest()] == [60_000] * 15
+        assert [len(message.values[0]) for message in peer.rest()] == [60_000] * 15
         clients[0].check()
 
 

@@ -26,6 +26,7 @@ from rendezvous.peer import (
     accept_join,
     challenge,
     hello,
+    joining,
     proof,
     unsigned,
 )
@@ -104,7 +105,7 @@ def test_a_wrong_proof_ends_the_connection_and_joins_nothing(forming, what):
             sent = earlier["proof"]
         peer.begin(secret, transcript, is_server=False)
         with contextlib.suppress(OSError):
-            peer.stream.sendall(sent + peer.seal(Kind.JOIN, 1, 2, "machine", "host", 0))
+            peer.stream.sendall(sent + peer.seal(Kind.JOIN, *joining(1, 2), request=1))
         assert ended(peer) == b""
 
 
@@ -117,7 +118,7 @@ def test_no_altered_transcript_joins(forming, step, at, by):
         return data[:at_here] + bytes([data[at_here] ^ by]) + data[at_here + 1 :] if name == step else data
 
     with Peer.of_client(forming.address, alter=alter) as peer, contextlib.suppress(OSError):
-        peer.put("message", peer.seal(Kind.JOIN, 1, 2, "machine", "host", 0))
+        peer.put("message", peer.seal(Kind.JOIN, *joining(1, 2), request=1))
         peer.stream.shutdown(socket.SHUT_WR)  # where a length has grown, more would have to come
         assert ended(peer) == b""
 

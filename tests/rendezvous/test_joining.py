@@ -14,16 +14,16 @@ import gradsync as gs
 from commands import wait_until
 from gradsync.rendezvous.server import RendezvousServer
 from rendezvous.clients import connect, on_each, thread_of, together
-from rendezvous.peer import SECRET, FakeServer, Kind, Peer
+from rendezvous.peer import SECRET, FakeServer, Kind, Peer, Status, joining
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (0, 3), (2, 2), (2**31, 2), (0, 0)])
 def test_a_wrong_join_is_refused_and_harms_nobody(rank, size):
     with RendezvousServer(2, secret=SECRET) as server, Peer.of_client(server.address) as first:
-        first.send(Kind.JOIN, 0, 2, "machine", "host", 0)
-        assert first.receive().kind == Kind.PULSE  # it has joined
+        first.send(Kind.JOIN, *joining(0, 2))
+        assert first.receive().kind == Kind.REPLY  # it has joined, and waits
         with Peer.of_client(server.address) as peer:
-            assert peer.join(rank, size).kind == Kind.REFUSED
+            assert peer.join(rank, size).status == Status.REFUSED
             assert peer.rest() == []
         with pytest.raises(gs.RendezvousError if 0 <= rank < size else gs.InvalidArgument) as raised:
             connect(server, rank, size)
@@ -56,15 +56,14 @@ def test_who_is_missing_is_logged_until_all_have_joined(caplog):
 def test_a_rank_that_is_interrupted_while_it_joins_reports_why():
     def serve(peer):
         peer.answer_hello()
-        peer.answer()
-        peer.send(Kind.PULSE)
+        peer.reply(peer.answer(), [], is_last=False)
         os.kill(os.getpid(), signal.SIGINT)
         said.extend(peer.rest())
 
     said = []
     with FakeServer(serve) as server, pytest.raises(KeyboardInterrupt):
         connect(server.address, 1, 3)
-    [reported] = [message for message in said if message.kind == Kind.REPORT_FAILURE]
+    [reported] = [message for message in said if message.kind == Kind.FAIL]
     assert "KeyboardInterrupt" in reported.fields[0]
 
 

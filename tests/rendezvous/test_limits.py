@@ -20,7 +20,7 @@ import gradsync as gs
 from commands import wait_until
 from gradsync.rendezvous.server import RendezvousServer
 from rendezvous.clients import connect, failure_of, join_all, on_each, thread_of, world
-from rendezvous.peer import SECRET, FakeServer, hello
+from rendezvous.peer import SECRET, FakeServer, Kind, Peer, Status, hello
 
 STRANGERS_AT_ONCE = 64  # docs/security.md: and one for each rank
 
@@ -167,24 +167,29 @@ def address():
             client.barrier()
 
 
-def test_an_error_of_the_server_over_one_connection_ends_that_connection_alone(monkeypatch, caplog):
-    """Private names, because no message is known that the server fails over. One was: the run ended with its thread."""
-    handle = RendezvousCore.handle
-
-    def handle_or_fail(core, now, event):
-        if "poison" in getattr(getattr(event, "message", None), "fields", ()):
-            raise OverflowError("over this connection")
-        return handle(core, now, event)
-
-    monkeypatch.setattr(RendezvousCore, "handle", handle_or_fail)
+def test_an_error_of_the_server_over_one_connection_ends_that_connection_alone(caplog):
+    """Here over a list of ranks that holds a list. Another such message has once ended the server's thread."""
     with RendezvousServer(2, secret=SECRET) as server:
-        first, second = join_all(server, 2)
-        with pytest.raises(gs.RendezvousError):
-            first.set("poison", b"")
-        assert failure_of(second).rank == 0
-        on_each([first, second], lambda client: client.close())
+        with Peer.of_client(server.address) as peer, thread_of(lambda: connect(server, 0, 2)) as waiting:
+            assert peer.join(1, 2).status == Status.OK
+            peer.send(Kind.WAITING, "g", None, 1, "barrier #1", 5000, [[1]], False)
+            assert peer.rest() == []
+            with waiting() as client:
+                assert failure_of(client).rank == 1
         on_each(join_all(server, 2), lambda client: (client.barrier(), client.close()))
-    wait_until(lambda: "OverflowError" in caplog.text)
+    wait_until(lambda: "TypeError" in caplog.text)
+
+
+def test_of_authenticated_connections_there_are_twice_the_ranks_and_sixteen(address):
+    """A generation may leave while the next one joins."""
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(Peer.of_client(address)) for _ in range(19)]
+        answers = [peer.join(world=f"world {number}") for number, peer in enumerate(peers)]
+        assert [answer.status for answer in answers] == [Status.OK] * 18 + [Status.REFUSED]
+        assert peers[-1].rest() == []
+        peers[0].leave()
+        with Peer.of_client(address) as another:
+            assert another.join(world="another").status == Status.OK
 
 
 @settings(max_examples=50)
@@ -204,7 +209,7 @@ def test_whatever_answers_a_client_s_hello_is_a_typed_error(answer):
 
 
 def test_many_clients_come_at_once():
-    """So many that heartbeats are gathered, and that the values of an exchange take more than one message."""
+    """So many that the values of an exchange take more than one message."""
     with world(130) as clients:
         values = [b"%4d" % rank * 1000 for rank in range(130)]
         assert on_each(clients, lambda client: client.exchange("x", values[client.rank])) == [values] * 130

@@ -94,7 +94,6 @@ def test_no_byte_is_lost_or_sent_twice_by_a_timer_whose_handler_raises():
 
 @pytest.mark.slow
 @pytest.mark.ranks(1, on=("local",), fresh=True)
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="until rendezvous is rebuilt")
 def test_a_handler_may_report_a_failure_and_close_while_a_message_is_sent(comm):
     faulthandler.dump_traceback_later(10, exit=True)
     number, struck = 0, True

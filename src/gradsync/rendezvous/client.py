@@ -418,4 +418,6 @@ class RendezvousClient:
         return self._scoped(group), members, operator.index(position), what, waited_ms, absent
 
     def _scoped(self, name: str) -> str:
+        if not isinstance(name, str):
+            raise InvalidArgument(f"{self.label}: a name needs to be text, got {type(name).__name__}")
         return name if not self.name or is_under(name, self.name) else f"{self.name}/{name}"

@@ -179,6 +179,7 @@ class RendezvousServer:
         self.notices = _NoticeWriter()
         self._peers: dict[int, _Peer] = {}
         self._strangers: dict[int, _Peer] = {}  # those that have not authenticated, the oldest first
+        self._admitted: set[int] = set()  # those that have authenticated
         self._next_number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped: asyncio.Event | None = None
@@ -325,7 +326,7 @@ class RendezvousServer:
                 return
             stream.setblocking(False)
             if len(self._strangers) >= self._max_unauthenticated:
-                next(iter(self._strangers.values())).end("too many connections without a handshake")
+                self._drop_oldest("too many connections without a handshake")
             self._next_number += 1
             peer = _Peer(self, self._next_number, stream, Channel(self._secret, run_id=self._run_id))
             self._empty.clear()
@@ -340,9 +341,13 @@ class RendezvousServer:
             return  # no connection waits, or the peer has aborted its connection
         self.notices.write(f"the rendezvous server cannot accept connections: {error.strerror}")
         if self._strangers:
-            next(iter(self._strangers.values())).end("no file descriptor is free")
+            self._drop_oldest("no file descriptor is free")
         loop.remove_reader(self._listener)
         loop.call_later(_ACCEPT_PAUSE_SECONDS, lambda: loop.add_reader(self._listener, self._accept))
+
+    def _drop_oldest(self, cause: str) -> None:
+        """Ends the oldest stranger, which does not count from now on: asyncio takes a moment to close it."""
+        self._strangers.pop(next(iter(self._strangers))).end(cause)
 
     def _drop_stranger(self, peer: _Peer) -> None:
         if peer.number in self._strangers:
@@ -354,7 +359,8 @@ class RendezvousServer:
         """Takes up an authenticated connection; refuses it if more are open than a correct run needs."""
         self._strangers.pop(peer.number, None)
         peer.stop_timer()
-        if len(self._peers) - len(self._strangers) <= self._max_members:
+        if len(self._admitted) < self._max_members:
+            self._admitted.add(peer.number)
             return True
         text = f"the server has more than {self._max_members} authenticated connections; close some"
         peer.send(Kind.REPLY, message.request, Status.REFUSED, True, text)
@@ -370,6 +376,7 @@ class RendezvousServer:
         """Forgets a connection that has ended."""
         if self._peers.pop(peer.number, None) is not None:
             self._strangers.pop(peer.number, None)
+            self._admitted.discard(peer.number)
             _log.debug("rendezvous: connection %d ended: %s", peer.number, cause)
             self._worlds.lost(time.monotonic(), peer.number, cause, is_silent=is_silent)
             self._set_timer()

@@ -8,6 +8,7 @@ circle.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +21,7 @@ from gradsync.rendezvous.wire import (
     STUCK,
     Calls,
     Failure,
+    FrameError,
     clip_text,
     failure_room_bytes,
 )
@@ -134,12 +136,20 @@ class Stuck:
         self._reports[key].setdefault(waiting.ranks[0], waiting)
 
     def answer(self, now: float, rank: int, status: Mapping[str, Any], text: str) -> None:
-        """Records a rank's status."""
-        self._generation.members[rank].begun = {group: begun for group, (begun, _) in status.items()}
+        """Records a rank's status.
+
+        Raises:
+            FrameError, ValueError, TypeError: it is malformed.
+        """
+        self._generation.members[rank].begun = check_counts({group: begun for group, (begun, _) in status.items()})
+        calls_of = {group: calls for group, (_, calls) in status.items() if calls}
+        for number, digest, what, runs in itertools.chain.from_iterable(calls_of.values()):
+            if (type(number), type(digest), type(what), type(runs)) != (int, int, str, bool):
+                raise FrameError("malformed STATUS: a call is a number, a digest, a text, and whether it runs")
         if rank in self._unanswered:
             self._unanswered.discard(rank)
             self._texts[rank] = text
-            self._calls[rank] = {group: calls for group, (_, calls) in status.items() if calls}
+            self._calls[rank] = calls_of
             if not self._unanswered:
                 self._verdict_at = now
 
@@ -286,6 +296,17 @@ class Stuck:
                 waits += [Wait(rank, group, number, what, behind(number)) for number, _, what, runs in calls if runs]
         round_about = circle(waits)
         return lines if round_about is None else [*lines, circle_text(round_about)]
+
+
+def check_counts(begun: Mapping[str, int]) -> dict[str, int]:
+    """Returns the number of collectives that a rank has begun in each group.
+
+    Raises:
+        FrameError: it has other keys or values.
+    """
+    if not all(type(group) is str and type(count) is int for group, count in begun.items()):
+        raise FrameError("malformed message: each group's name needs a number of collectives")
+    return dict(begun)
 
 
 def _behind(rank: int, histories: Mapping[int, History], members: Members) -> Callable[[int], tuple[int, ...]]:

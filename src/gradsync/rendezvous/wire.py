@@ -66,6 +66,7 @@ _MAGIC = b"gradsync"
 _PREFIX = _MAGIC + bytes([PROTOCOL_VERSION])
 _HEADER = struct.Struct("!IBQ")
 _MIN_FRAME_BYTES = _HEADER.size + MAC_BYTES
+_MAX_BODY_BYTES = MAX_FRAME_BYTES - _MIN_FRAME_BYTES
 _NO_MAC = bytes(MAC_BYTES)
 
 
@@ -174,8 +175,15 @@ class Channel:
         return messages
 
     def seal(self, kind: Kind, request: int, *fields: Any) -> None:
-        """Adds a message to `outgoing`."""
-        signed = self._frame(kind, msgpack.packb((request, *fields), use_bin_type=True))
+        """Adds a message to `outgoing`.
+
+        Raises:
+            Exception: msgpack cannot encode the fields, or they are too long; the channel is as before.
+        """
+        body = msgpack.packb((request, *fields), use_bin_type=True)
+        if len(body) > _MAX_BODY_BYTES:
+            raise InvalidArgument(f"{kind.name} has {len(body)} bytes, more than the {_MAX_BODY_BYTES} of a message")
+        signed = self._frame(kind, body)
         self.outgoing += signed + _signed_by(self._mac_sent, signed)
 
     def _frame(self, kind: int, body: bytes) -> bytes:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradsync.errors import MAX_NAMED_RANKS
-from gradsync.rendezvous.stuck import Stuck
+from gradsync.rendezvous.stuck import Stuck, check_counts
 from gradsync.rendezvous.wire import (
     DIED,
     MAX_EXCHANGED_BYTES,
@@ -25,6 +25,7 @@ from gradsync.rendezvous.wire import (
     MAX_VALUE_BYTES,
     SILENT,
     Failure,
+    FrameError,
     Kind,
     Message,
     Status,
@@ -83,7 +84,12 @@ class Request:
         self._send = send
         self.connection, self.number, self.rank = connection, number, rank
         self.is_open = True
-        self.when_late: Callable[[Request], None] = lambda _: None
+        self.when_late: Callable[[Request], None] = _do_nothing
+
+    def close(self) -> None:
+        """Lets it wait no longer; what it was about is not kept until its deadline."""
+        self.is_open = False
+        self.when_late = _do_nothing
 
     def reply(self, *values: object) -> None:
         """Answers with values."""
@@ -117,9 +123,12 @@ class Request:
 
     def _answer(self, status: Status, *fields: object) -> None:
         if self.is_open:
-            self.is_open = False
+            self.close()
             if self.number:
                 self._send(self.connection, Kind.REPLY, self.number, status, *fields)
+
+
+def _do_nothing(_: Request) -> None: ...
 
 
 class Exchange:
@@ -240,7 +249,7 @@ class Generation:
         waiting += [request for exchange in self.exchanges.values() for request in exchange.waiting.values()]
         waiting += [request for reads in self.reads.values() for request in reads]
         for request in waiting:
-            request.is_open = False  # FAILED answers them all
+            request.close()  # FAILED answers them all
         for _, member in self.present():
             self._worlds.send(member.connection, Kind.FAILED, 0, *failure.fields())
         self.reads.clear()
@@ -350,6 +359,7 @@ class Generation:
             exchange.waiting[rank].invalid(f"{self.label(rank)} waits in {name!r} again: that call has taken its place")
         exchange.values[rank] = value
         exchange.late.discard(rank)
+        request.when_late = lambda late: self._end_arrival(key, exchange, late)
         if root in (None, rank):
             exchange.waiting[rank] = request
         if len(exchange.values) == len(members):
@@ -360,7 +370,6 @@ class Generation:
             self._fail_exchange(key, gone)
         if root not in (None, rank):
             request.reply()
-        request.when_late = lambda late: self._end_arrival(key, exchange, late)
         return request.is_open
 
     def _release(self, key: tuple[str, Members], exchange: Exchange) -> None:
@@ -582,17 +591,21 @@ class Worlds:
         pid: int,
         timeout_ms: int,
     ) -> None:
+        if not 0 <= pid < 2**31:
+            raise FrameError(f"malformed JOIN: there is no process {pid}")
         world = self._worlds.get(name)
         if world is None:
             world = World(size)
         refusal = _join_refusal(world.size, rank, size)
+        if request.connection in self._of:
+            refusal = "this connection has joined already"
         generation = None
         for each in world.generations:
             member = each.members.get(rank)
             if member is None:
                 generation = each
                 break
-            if member.is_present and member.connection != request.connection:
+            if member.is_present:
                 alive = f"{each.label(rank)} has joined already and is alive ({each.phase})"
                 refusal = refusal or f"{alive}; each rank joins once"
         if refusal:
@@ -708,7 +721,7 @@ class Worlds:
         generation.fail(Failure(blamed, generation.phase, text))
 
     def _on_beat(self, now: float, generation: Generation, request: Request, begun: dict[str, int]) -> None:
-        generation.members[request.rank].begun = begun
+        generation.members[request.rank].begun = check_counts(begun)
 
     def _on_waiting(
         self,
