@@ -12,7 +12,6 @@ import threading
 import time
 
 import pytest
-from gradsync.rendezvous.protocol import RendezvousCore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

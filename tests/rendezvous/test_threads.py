@@ -135,6 +135,7 @@ def test_a_fork_in_the_middle_of_a_send_harms_neither_parent_nor_child(comm):
         def send():
             while not ends.is_set():
                 client.announce_left("comm", 1)
+                client.set("key", b"value")
 
         def child():
             for use in (client.barrier, client.check, group.barrier, lambda: client.set("k", b"")):

@@ -128,7 +128,7 @@ class Connection:
         self._wake_reader, self._wake_writer = socket.socketpair()
         for end in (self._wake_reader, self._wake_writer):
             end.setblocking(False)
-        self.is_accepted = self._has_joined = self._has_reported = False
+        self.is_accepted = self._has_joined = self._has_reported = self._is_ending = False
         self._questions: Queue[bool] = Queue()  # True: the server asks for this rank's status
         self._threads = [
             threading.Thread(target=run, name=f"gradsync-{name}", daemon=True)
@@ -190,6 +190,9 @@ class Connection:
 
     def _put(self, *message: Any) -> None:
         self._outbox.append(message)
+        self._wake()
+
+    def _wake(self) -> None:
         with contextlib.suppress(OSError):  # it is full, so that the thread wakes anyway; or the thread has ended
             self._wake_writer.send(b"w")
 
@@ -250,12 +253,16 @@ class Connection:
         waiter.register(self._wake_reader, select.POLLIN)
         try:
             while True:
+                is_ending = self._is_ending  # what was put in before that is still sent
                 self._seal()
                 outgoing = self._channel.outgoing
                 if outgoing:
                     send_some(stream, outgoing)
+                if is_ending and (outgoing or not self._outbox):
+                    return
                 waiter.register(stream, select.POLLIN | (select.POLLOUT if outgoing else 0))
-                ready = waiter.poll(max(beat_at - time.monotonic(), 0.0) * 1000.0 + 1.0)
+                has_more = self._outbox and not outgoing
+                ready = waiter.poll(0.0 if has_more else max(beat_at - time.monotonic(), 0.0) * 1000.0 + 1.0)
                 for descriptor, _ in ready:
                     if descriptor == self._wake_reader.fileno():
                         self._wake_reader.recv(4096)
@@ -278,7 +285,8 @@ class Connection:
                     end.close()
 
     def _seal(self) -> None:
-        while self._outbox:
+        """Seals what callers want to send, but no more than the stream takes soon: they may go on adding to it."""
+        while self._outbox and len(self._channel.outgoing) < MAX_FRAME_BYTES:
             kind, number, *fields = self._outbox.popleft()
             self._has_joined = self._has_joined or kind is Kind.JOIN
             try:
@@ -365,9 +373,11 @@ class Connection:
         """Closes the connection without LEAVE, after a failure. Idempotent."""
         if not isinstance(self.failure, CommunicatorClosed):
             self._fail_as_closed()
-        with contextlib.suppress(OSError):  # the server has ended the stream already
-            self._stream.shutdown(socket.SHUT_RDWR)
+        self._is_ending = True
+        self._wake()
         self._await_end(_THREAD_END_SECONDS)
+        with contextlib.suppress(OSError):  # its thread has closed the stream already
+            self._stream.shutdown(socket.SHUT_RDWR)
 
     def _await_end(self, seconds: float) -> None:
         current = threading.current_thread()
