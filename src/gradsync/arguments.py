@@ -155,6 +155,12 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def is_loopback(host: str) -> bool:
+    """Returns whether a host is "localhost" or a loopback address; False for other names, which are not looked up."""
+    names = r"localhost|ip6-localhost|ip6-loopback|::1|(::ffff:)?127(\.[0-9]{1,3}){1,3}"
+    return re.fullmatch(names, host, re.IGNORECASE) is not None
+
+
 def port_beside(port: int) -> int:
     """Returns the rendezvous server's port for a MASTER_PORT: MASTER_PORT + 1, or 65534 if MASTER_PORT is 65535."""
     return port + 1 if port < LARGEST_PORT else port - 1

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
-from gradsync.arguments import LARGEST_PORT, check_address
+from gradsync.arguments import LARGEST_PORT, check_address, is_loopback
 from gradsync.backends import BACKENDS, unknown_backend
 from gradsync.errors import InvalidArgument
 from gradsync.machine import read_stat
@@ -546,7 +546,9 @@ def _complete(environ: MutableMapping[str, str], place: _Place) -> RankEnvironme
     address = ADDRESS.read(environ)
     master_addr, master_port, run_name = value_of(environ, "MASTER_ADDR"), read_master_port(environ), None
     if place.world_size > 1 and not address:
-        if place.local_world_size == place.world_size or _is_loopback(master_addr):
+        is_here = place.local_world_size == place.world_size  # then MASTER_ADDR does not matter
+        master_addr = master_addr if is_here else _read_host(environ)
+        if is_here or (master_addr is not None and is_loopback(master_addr)):
             run_name = _name_run(environ, place.source, master_port)
         elif place.source == SLURM:
             master_addr, master_port = master_addr or _first_host(environ), master_port or _step_port(environ)
@@ -565,8 +567,21 @@ def _complete(environ: MutableMapping[str, str], place: _Place) -> RankEnvironme
     )
 
 
-def _is_loopback(host: str | None) -> bool:
-    return host is not None and (host in ("localhost", "::1") or host.startswith("127."))
+def _read_host(environ: Mapping[str, str]) -> str | None:
+    """Returns the host in MASTER_ADDR, an IPv6 address also in brackets; None if this variable is not set.
+
+    Raises:
+        InvalidArgument: the variable has a port, too, or is a URL.
+    """
+    host = value_of(environ, "MASTER_ADDR")
+    if host is None:
+        return None
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if "/" in bare or bare.count(":") == 1:
+        raise InvalidArgument(
+            f"MASTER_ADDR needs to be the name or the address of a host, without a port, got {host!r}"
+        )
+    return bare
 
 
 def _find_place(environ: Mapping[str, str]) -> _Place | None:

@@ -14,7 +14,6 @@ import pytest
 
 import gradsync as gs
 
-_RENDEZVOUS = {"strict": True, "reason": "until rendezvous is rebuilt"}
 # What each launcher tells a rank of two on one machine; {} is the rank. srun: of a step inside a larger job.
 ON_ONE_MACHINE = {
     "Open MPI": "OMPI_COMM_WORLD_RANK={} OMPI_COMM_WORLD_SIZE=2 "
@@ -144,7 +143,6 @@ def test_ranks_of_a_launcher_that_is_not_known_do_not_train_alone(name, monkeypa
     "address",
     [*("LOCALHOST", "localhost:29530", "ip6-localhost", "127.1"), *("[::1]", "::ffff:127.0.0.1", "tcp://localhost")],
 )
-@pytest.mark.xfail(**_RENDEZVOUS, raises=gs.AuthenticationError)
 def test_every_spelling_of_this_machine_is_this_machine_or_refused_as_such(rank, address, folder, port):
     become("by hand", rank, XDG_RUNTIME_DIR=folder, MASTER_ADDR=address, MASTER_PORT=port)
     with contextlib.suppress(gs.InvalidArgument), gs.init_process_group("shm", timeout_seconds=10):
@@ -152,7 +150,6 @@ def test_every_spelling_of_this_machine_is_this_machine_or_refused_as_such(rank,
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.xfail(**_RENDEZVOUS, raises=AssertionError)
 def test_a_rank_with_a_temporary_folder_of_its_own_hears_of_the_folder(rank, folder, port):
     """And not that it has another address, which it has not."""
     own = folder / str(rank)
@@ -164,7 +161,6 @@ def test_a_rank_with_a_temporary_folder_of_its_own_hears_of_the_folder(rank, fol
     assert rank == 0 or str(own) in str(raised.value)
 
 
-@pytest.mark.xfail(**_RENDEZVOUS, raises=AssertionError)
 def test_a_shell_in_a_step_of_several_tasks_learns_which_variable_says_so(folder, monkeypatch):
     """srun -n 4 --pty bash; python script.py"""
     several = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}
@@ -198,7 +194,6 @@ def test_torchrun_on_one_ordinary_machine(machine, cli, script, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, unshare and ip")
-@pytest.mark.xfail(**_RENDEZVOUS, raises=AssertionError)
 def test_a_loopback_interface_that_is_down_is_told(cli, script):
     path = script("import gradsync as gs\ngs.init_process_group(timeout_seconds=12)")
     done = cli.program("unshare", "-n", sys.executable, "-m", "gradsync", "run", "-n", "2", path)

@@ -18,12 +18,12 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gradsync.arguments import join_address, parse_address
+from gradsync.arguments import is_loopback, join_address, parse_address
 from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, SECRET, SECRET_FILE, read_secret_option, take_secret
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
 from gradsync.launching.output import Notices
 from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path
-from gradsync.rendezvous.sockets import bind_listener, format_address, is_loopback
+from gradsync.rendezvous.sockets import bind_listener, format_address
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ The rest of gradsync imports only these names:
 - `frames.event_key`, `event_prefix`: the keys of the descriptions of collectives that differ. `OF_MESSAGES` marks a
   wait in a send or receive. The constants `MAX_...` limit the length of values, reports and descriptions; `clip_text`
   shortens texts to such a length.
-- `sockets.bind_listener`, `format_address`, `is_loopback`, `look_up`, `raise_limit`, `ConnectionLost`: for launchers.
+- `sockets.bind_listener`, `format_address`, `look_up`, `raise_limit`, `ConnectionLost`: for launchers.
 - `hosting.join`: decides which process hosts the server and at which address, hosts the server if this process is the
   host, joins, and returns this rank's client. `is_sent_over_mpi` says whether `join` needs a `Share` function. The
   process group keeps a `JoinedRendezvous` for the next `join`.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import itertools
 import logging
 import os
@@ -23,7 +24,7 @@ from collections.abc import Callable, Mapping
 from queue import Queue
 from typing import Any, NamedTuple
 
-from gradsync.arguments import check_seconds, parse_address
+from gradsync.arguments import check_seconds, is_loopback, parse_address
 from gradsync.errors import (
     AuthenticationError,
     CollectiveTimeout,
@@ -67,6 +68,7 @@ _NOTICE_SECONDS = 5.0
 _DIAL_SECONDS = 3.0
 _FIRST_BACKOFF_SECONDS, _LAST_BACKOFF_SECONDS = 0.005, 0.5
 _THREAD_END_SECONDS = 0.2
+
 
 NO_REPORT = "(it reports nothing)"
 
@@ -467,6 +469,8 @@ def dial(
             stream = _connect(address, deadline)
         except (OSError, ValueError) as error:  # ValueError: the host's name is too long, or has invalid characters
             cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            if getattr(error, "errno", None) == errno.ENETUNREACH and is_loopback(parse_address(address)[0]):
+                cause = f"{cause}; the loopback interface is down, try: ip link set lo up"
         else:
             made = _try_handshake(stream, address, secret, deadline, label)
             if isinstance(made, Connection):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradsync.arguments import check_address, join_address, parse_address
+from gradsync.arguments import check_address, is_loopback, join_address, parse_address
 from gradsync.environment import (
     ADDRESS,
     HOSTED,
@@ -40,7 +40,7 @@ from gradsync.errors import (
 from gradsync.machine import address_towards, own_addresses
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path, wait_for
-from gradsync.rendezvous.sockets import bind_listener, is_loopback, look_up
+from gradsync.rendezvous.sockets import bind_listener, look_up
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
@@ -187,18 +187,29 @@ def join(
         try:
             client = _connect(joined.endpoint, own, deadline, timeout_seconds)
         except RendezvousTimeout as error:
-            if not point.source or hosted_for_us:
+            why = "" if hosted_for_us else _why_late(point, own)
+            if not why:
                 raise
-            # The most common cause: the ranks have different addresses.
             raise RendezvousTimeout(
-                f"{error}; rank {own.rank} has the address {point.address} from {point.source}; every rank needs the "
-                "same address",
+                f"{error}; {why}",
                 missing_ranks=error.missing_ranks,
                 missing=error.missing,
                 cause=error.cause,
             ) from None
         joined.withdraw()
         return client, joined
+
+
+def _why_late(point: RendezvousPoint, own: RankEnvironment) -> str:
+    """Returns the most common cause if ranks do not come; "" if none is likely."""
+    if own.source == SLURM:
+        return (
+            f"SLURM_STEP_NUM_TASKS (or SLURM_NTASKS) says that Slurm has started {own.world_size} tasks: for one "
+            "process alone in such a step, use GRADSYNC_BACKEND=local"
+        )
+    if point.source:
+        return f"rank {own.rank} has the address {point.address} from {point.source}; every rank needs the same address"
+    return ""
 
 
 @contextlib.contextmanager

@@ -35,16 +35,6 @@ def look_up(host: str, port: int) -> list[tuple[Any, ...]]:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
 
 
-def is_loopback(host: str) -> bool:
-    """Returns whether a host is "localhost" or a loopback address; False for other names, which are not looked up."""
-    import ipaddress  # imported here to keep the start of every rank short
-
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # the host is a name
-        return False
-
-
 def format_address(listener: socket.socket) -> str:
     """Returns a bound socket's address as text, "host:port"."""
     return join_address(*listener.getsockname()[:2])
