@@ -146,9 +146,11 @@ class GpuWork(Launch):
             return
         self.done()
         self._raise_error()
-        if not self.is_over:
-            with on_device(self._watched.device_id):  # a default stream's handle means the current device's stream
-                waiting = as_stream(stream, self._watched.device_id, self.name)
+        if stream is None and self.is_over:
+            return
+        with on_device(self._watched.device_id):  # a default stream's handle means the current device's stream
+            waiting = as_stream(stream, self._watched.device_id, self.name)  # what is no stream is always refused
+            if not self.is_over:
                 with capture_refusal(self.name):
                     waiting.wait_event(self.ended)
 
@@ -437,6 +439,8 @@ class Watched:
         if self._client.world_size > 1:
             try:
                 await_cause(CAUSE_SECONDS, self.raise_known)  # the server may report the cause later
+                if error.name == "ncclRemoteError":
+                    self._raise_if_left(None, None)
             except GradsyncError as cause:
                 raise cause from error
         raise error
