@@ -1,9 +1,9 @@
 /* The inner loops over shared memory: what plain.py says in NumPy, and with the same results, bit for bit.
 
    plain.py is the reference: what a part of the memory consists of, what a round is, and which slot is free when. Here
-   are only the loops. They run without the GIL. A wait spins for some microseconds, then sleeps on a futex, and comes
-   back to Python again and again: it calls check(), which raises an error to end the wait, and returns after how many
-   seconds it wants to be called again.
+   are only the loops. They run without the GIL. A wait spins or yields for some microseconds, then sleeps on a futex,
+   and comes back to Python again and again: it calls check(), which raises an error to end the wait, and returns after
+   how many seconds it wants to be called again.
 
    On every way out, all buffers and references are given back. setup.py says how to compile: nothing may reorder the
    arithmetic, or fuse it. */
@@ -16,6 +16,7 @@
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -25,7 +26,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define LAYOUT_VERSION 2
+#define LAYOUT_VERSION 3
 
 typedef _Atomic uint64_t Word;
 typedef Py_ssize_t Size;
@@ -44,7 +45,8 @@ typedef struct {
     int rank, size;
     Size part_bytes, slots_begin, slot_bytes;
     uint64_t rounds;
-    int64_t spin_ns;
+    bool is_crowded;       /* there are more ranks than cores */
+    int without_yields;    /* so many waits do not yield; see await_rank */
     atomic_bool is_busy;   /* a call uses the mapping, perhaps without the GIL */
     struct Values *values; /* of each rank, for the running call */
 } Memory;
@@ -155,20 +157,33 @@ static void sleep_until_arrival(Memory *m, int rank, uint64_t seen, int64_t ns) 
     atomic_fetch_sub(sleepers, 1);
 }
 
-/* Waits until a rank has arrived at a round. */
+enum { POLLS = 64, POLLS_IF_CROWDED = 4, SPIN_NS = 50 * 1000, YIELD_NS = 100 * 1000 };
+enum { LONG_YIELD_NS = 1000 * 1000, WAITS_AFTER_A_LONG_YIELD = 2000 };
+
+/* Waits until a rank has arrived at a round. It spins where each rank has a core of its own, and then sleeps.
+
+   Where ranks share cores, the other may wait for this very core, so this rank yields it before it sleeps. Four ranks on
+   two cores meet in 3 us so, and in 40 with sleeps alone. But a process that computes keeps a core that was yielded for
+   a slice of 1 to 4 ms. A yield that took so long says that there is one, and then many waits only sleep. With a busy
+   process on each core, and only 200 such waits, a call took 1.2 to 1.6 times as long as with sleeps alone; with 2,000 it
+   takes 0.6 to 1.2 times as long. */
 static int await_rank(Call *call, int rank, uint64_t number) {
     Memory *m = call->m;
     Word *arrived = word(m, rank, ARRIVED);
-    for (int spins = 0; spins < 64; spins++) {
+    for (int polls = m->is_crowded ? POLLS_IF_CROWDED : POLLS; polls > 0; polls--) {
         if (atomic_load_explicit(arrived, memory_order_acquire) >= number) return 0;
         relax();
     }
     int64_t began = now_ns(), check_at = began + FIRST_CHECK_NS, now = began;
+    if (m->without_yields > 0) m->without_yields--;
     for (;;) {
         uint64_t seen = atomic_load_explicit(arrived, memory_order_acquire);
         if (seen >= number) return 0;
-        if (now - began < m->spin_ns) {
+        if (!m->is_crowded && now - began < SPIN_NS) {
             for (int spins = 0; spins < 16; spins++) relax();
+        } else if (m->is_crowded && m->without_yields == 0 && now - began < YIELD_NS) {
+            sched_yield();
+            if (now_ns() - now > LONG_YIELD_NS) m->without_yields = WAITS_AFTER_A_LONG_YIELD;
         } else if (now < check_at) {
             sleep_until_arrival(m, rank, seen, check_at - now);
         } else {
@@ -1086,19 +1101,18 @@ static PyObject *kernel_fence(PyObject *module, PyObject *nothing) {
 /* -- The type Memory, and the module ------------------------------------------------------------------------------- */
 
 static int memory_init(Memory *m, PyObject *arguments, PyObject *names) {
-    static char *const keys[] = {"mapping", "rank", "size", "part_bytes", "slots_begin", "slot_bytes", "spin_us", NULL};
+    static char *const keys[] = {"mapping", "rank", "size", "part_bytes", "slots_begin", "slot_bytes", "is_crowded", NULL};
     PyObject *mapping;
-    double spin_us;
+    int is_crowded;
     if (m->size != 0) {
         PyErr_SetString(PyExc_TypeError, "a Memory is made once");
         return FAILED;
     }
-    if (!PyArg_ParseTupleAndKeywords(arguments, names, "Oiinnnd", (char **)keys, &mapping, &m->rank, &m->size,
-                                     &m->part_bytes, &m->slots_begin, &m->slot_bytes, &spin_us))
+    if (!PyArg_ParseTupleAndKeywords(arguments, names, "Oiinnnp", (char **)keys, &mapping, &m->rank, &m->size,
+                                     &m->part_bytes, &m->slots_begin, &m->slot_bytes, &is_crowded))
         return FAILED;
     const Size part = m->part_bytes, begin = m->slots_begin, slot = m->slot_bytes, ranks = m->size;
-    if (!(spin_us >= 0.0 && spin_us <= 1e6)) return wrong("spin_us needs to be 0 to a second");
-    m->spin_ns = (int64_t)(spin_us * 1e3);
+    m->is_crowded = is_crowded;
     if (ranks < 1 || ranks > MAX_RANKS || m->rank < 0 || m->rank >= ranks) return wrong("there is no such rank");
     if (part < 0 || begin < 2 * LINE_BYTES || slot < 0 || (part | begin | slot) % LINE_BYTES != 0)
         return wrong("a part, its words and its slots need whole cache lines");
