@@ -34,6 +34,13 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(INTEGERS, ("sum", "prod", "min", "max")),
     "bool": ("min", "max"),
 }
+#: Those that NCCL lacks.
+NOT_ON_GPU = {
+    "int16": OPERATORS["int16"],
+    "uint16": OPERATORS["uint16"],
+    "complex64": ("prod",),
+    "complex128": ("prod",),
+}
 #: What no reduction takes and that moves all the same, in host memory: time, records, foreign byte order, text.
 HOST_DTYPES = {
     "time": np.dtype("datetime64[s]"),
@@ -82,6 +89,12 @@ class DeviceArrays:
 def arrays_of(comm: Any) -> HostArrays | DeviceArrays:
     """The arrays of a communicator's device: CuPy's over NCCL, NumPy's elsewhere."""
     return HostArrays() if comm.device == "cpu" else DeviceArrays()
+
+
+def operators_of(comm: Any) -> dict[str, list[str]]:
+    """The operators of each dtype that a communicator's device has."""
+    lacking = {} if comm.device == "cpu" else NOT_ON_GPU
+    return {dtype: [op for op in ops if op not in lacking.get(dtype, ())] for dtype, ops in OPERATORS.items()}
 
 
 def arrays_for(comm: Any) -> list[HostArrays | DeviceArrays]:

@@ -44,6 +44,7 @@ _DRAIN_SECONDS = 10.0  # how long close() waits for running collectives
 _REPORT_SECONDS = 1.0  # how long close() waits until the server knows of a failure
 _CALLBACK_SECONDS = 10.0  # how long close() waits for the done-callbacks of collectives that have ended
 _MAX_MARKS = 64
+_FIRST_NUMBERS = 15  # that ranks exchange with a digest: with it 128 bytes
 _HALF_PRECISION = ("float16", "bfloat16")
 
 
@@ -236,8 +237,23 @@ class NcclBackend(Backend):
         return self._gather_numbers(numbers, agreement, [])
 
     def _gather_numbers(self, numbers: Sequence[int], agreement: Agreement, after: Collection[Any]) -> list[list[int]]:
-        """Gathers numbers, and the digest with them: the host waits for them anyway, and compares."""
-        mine = np.array([agreement.digest - 2**63, *numbers], np.int64)
+        """Gathers numbers, and the digest with them: the host waits for them anyway, and compares.
+
+        Ranks that differ may have different numbers of numbers, with which NCCL would hang. So the same number of them
+        goes with the digest in every call, and the others follow when it is known that the ranks do the same.
+        """
+        first = [agreement.digest - 2**63, *numbers[:_FIRST_NUMBERS]]
+        rows = self._gather_row(first + [0] * (1 + _FIRST_NUMBERS - len(first)), agreement, after)
+        self._verify.raise_if_different([row[0] for row in rows], agreement, self._verify.next_number())
+        if rest := numbers[_FIRST_NUMBERS:]:
+            others = self._gather_row(rest, None, [])
+            return [row[1:] + more for row, more in zip(rows, others, strict=True)]
+        return [row[1 : 1 + len(numbers)] for row in rows]
+
+    def _gather_row(
+        self, numbers: Sequence[int], agreement: Agreement | None, after: Collection[Any]
+    ) -> list[list[int]]:
+        mine = np.array(numbers, np.int64)
         rows = np.empty((self.world_size, mine.size), np.int64)
         with self.launching(None, after) as launch:
             self._begin(agreement)
@@ -245,9 +261,8 @@ class NcclBackend(Backend):
             self._nccl.all_gather(cupy.asarray(mine).view(np.uint8), target)
             launch.write_back(target, rows)
         launch.wait()
-        self._verify.raise_if_different(rows[:, 0].tolist(), agreement, self._verify.next_number())
-        shared: list[list[int]] = rows[:, 1:].tolist()
-        return shared
+        gathered: list[list[int]] = rows.tolist()
+        return gathered
 
     # -- Messages ------------------------------------------------------------------------------------------------
 
