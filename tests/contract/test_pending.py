@@ -260,7 +260,7 @@ def test_random_programs_of_messages(comm, seed):
             if sender == receiver:
                 continue
             sizes = [common.choice((0, 5, 5, 700, 90_000)) for _ in range(common.choice((0, 1, 2, 4)))]
-            # The last ones block on one of the two. Over NCCL one at most, as it cannot wait for one that is yet to come.
+            # The last ones block on one of the two; over NCCL one at most, which cannot wait for one to come.
             last, who = common.randrange(3 if comm.device == "cpu" else 2), common.choice((sender, receiver))
             for at, size in enumerate(sizes):
                 count += 1
