@@ -44,7 +44,9 @@ def install() -> None:
     import cupy.cuda.thrust
     from cupy.cuda import nccl, nvrtc  # noqa: F401 - loads them
 
-    known = [ctypes.cast(function, ctypes.c_void_p) for function in (_runtime.host_cudaEventQuery, _runtime.host_has_context)]
+    known = [
+        ctypes.cast(function, ctypes.c_void_p) for function in (_runtime.host_cudaEventQuery, _runtime.host_has_context)
+    ]
     ctypes.CDLL("libcuda.so.1").host_runtime(*known)
     addresses = _load_addresses()
     for module in list(sys.modules.values()):
