@@ -215,6 +215,7 @@ _SAME_GRADIENTS = (
     "hand over gradients of the same names, shapes and dtypes on all ranks, in any order; with parameters=... and "
     'missing="zero" a rank may leave gradients out'
 )
+_SAME_ORDER = "call the same collectives in the same order on all ranks"
 _SAME_VALUES = (
     "an array as a name is known by its values at its first use, and the ranks' values differ: give all ranks the same "
     "values first, with gs.bcast_list_(arrays), or name the gradients by text, or pass parameters=[...]"
@@ -247,7 +248,7 @@ def mismatch(
     if any(differing.values()):
         shown.append(f"  first difference, line {alike + 1}:")
         shown += [f"    rank {rank}: {lines[0] if lines else '(nothing)'}" for rank, lines in differing.items()]
-    if remedy := _remedy(by_rank):
+    if remedy := _SAME_ORDER if broken else _remedy(by_rank):
         shown.append(f"  {remedy}")
     places = {rank: described.call_site.partition("at ")[2] for rank, described in by_rank.items()}
     return PlanMismatch(
@@ -285,7 +286,7 @@ def _remedy(descriptions: Mapping[int, Description]) -> str:
             return f"the callback's options differ: {options}: make the callback with the same options on all ranks"
         return _remedy_for_lines(descriptions, _SAME_GRADIENTS)
     if len({d.what for d in each}) > 1 or any(d.options for d in each):  # an all_reduce, and that of a bucket
-        return "call the same collectives in the same order on all ranks"
+        return _SAME_ORDER
     if any(d.lines for d in each):
         return _remedy_for_lines(descriptions, "pass the same arguments and arrays on all ranks")
     if each[0].what in ("all_gather", "gather") and len({_without_rows(d.headline) for d in each}) == 1:

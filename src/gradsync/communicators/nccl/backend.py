@@ -110,6 +110,7 @@ class NcclBackend(Backend):
         self._flat: Any = None  # buffer for packed arrays; launches run one after the other, so one buffer is enough
         self._launch: GpuWork | None = None  # what is being launched, if anything
         self._last: GpuWork | None = None
+        self._verifying: GpuWork | None = None  # the last comparison of what was launched
         self._nccl = nccl = Nccl(client, device_id, group, deadline)
         try:
             self._verify = Verification(client, self.recorder, self.label, timeout_seconds, self._failures)
@@ -256,7 +257,9 @@ class NcclBackend(Backend):
         mine = np.array(numbers, np.int64)
         rows = np.empty((self.world_size, mine.size), np.int64)
         with self.launching(None, after) as launch:
-            self._begin(agreement)
+            if agreement is not None and self._is_debugging:
+                self.compare(agreement)
+            self._begin(None)  # nothing for verify(), because it is compared here
             target = cupy.empty(rows.nbytes, np.uint8)
             self._nccl.all_gather(cupy.asarray(mine).view(np.uint8), target)
             launch.write_back(target, rows)
@@ -310,13 +313,20 @@ class NcclBackend(Backend):
             launch.has_begun = True
             self._watched.call = launch
             verification = self._verify
-            both, result = np.array([self._verify.launched, -self._verify.launched]), np.empty(2, np.int64)
+            both, result = np.array([verification.launched, -verification.launched]), np.empty(2, np.int64)
             numbers = cupy.asarray(both)
             self._nccl.all_reduce(numbers, numbers, ReduceOp.MAX)
             launch.write_back(numbers, result)
             launch.has_host_results = False  # who waits for the step's gradients need not wait for these
-            number = verification.next_number()
-            launch.outcome = lambda: verification.verdict(int(result[0]), -int(result[1]), number)
+            number, history = verification.next_number(), verification.take_history()
+            earlier, self._verifying = self._verifying, launch
+
+            def outcome() -> BaseException | None:
+                if earlier is not None and earlier.done() and earlier.error is not None:
+                    return earlier.error  # also where a thread looks at this one first: all ranks exchange the same
+                return verification.verdict(int(result[0]), -int(result[1]), number, history)
+
+            launch.outcome = outcome
         return launch
 
     def stray(self, agreement: Agreement) -> PlanMismatch:
@@ -334,7 +344,7 @@ class NcclBackend(Backend):
             self._begin(agreement, mine)
             sums = cupy.empty_like(mine)
             self._nccl.all_reduce(mine, sums, ReduceOp.SUM)
-            factor = mine[1:] / cupy.maximum(sums[1:], np.finfo(np.float64).tiny)
+            factor = mine[1:] / cupy.maximum(sums[1:], np.finfo(np.float64).smallest_subnormal)
             launch.write_back(sums, total)
         launch.has_host_results = False
         return factor, launch, total
@@ -495,8 +505,9 @@ class NcclBackend(Backend):
         if aborted_because is None:
             self._verify.announce_closed()
             return
+        failure = self._failures.failure()
         aborted = CommunicatorClosed(f"{self.label}: the communicator was aborted: {aborted_because}")
-        self._watched.abort(self._failures.failure() or aborted, aborted_because, culprit)
+        self._watched.abort(aborted if failure is None else self._verify.explain(failure), aborted_because, culprit)
 
     def raise_if_ended(self, missing: list[int]) -> None:
         self._watched.raise_failure()

@@ -217,6 +217,7 @@ class GpuWork(Launch):
                 return
             if has_ended:
                 error = self._copy_to_host() or (None if self.outcome is None else self.outcome())
+            self.outcome = None
             self.error = error
             self._callbacks = self._callbacks or None
             self.is_over = True
