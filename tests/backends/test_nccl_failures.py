@@ -9,7 +9,9 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -52,6 +54,12 @@ def reduce_without_rank_1(comm, folder):
     future = step(callback)[0]
     meet(folder, comm, "both have launched")
     return future
+
+
+def told(call, *arguments):
+    """For a thread: the error with which a call ends is none of the test's."""
+    with contextlib.suppress(gs.GradsyncError):
+        call(*arguments)
 
 
 def failure_of(comm):
@@ -263,6 +271,45 @@ def test_an_abort_waits_for_no_call_that_does_not_return(comm, tmp_path, held):
     assert aborted.wait(30)
     cupy.cuda.Device.use = use
     lifted.set()
+
+
+@pytest.mark.ranks(2, on=("fake",), fresh=True)
+def test_an_abort_first_makes_a_blocked_call_return_where_nccl_can(comm):
+    """By ncclCommRevoke: the memory that the call uses is freed by ncclCommAbort."""
+    from gradsync.communicators.nccl import library
+
+    comm.barrier()
+    if comm.rank == 1:
+        failure_of(comm)
+        return
+    events, is_in_it, revoked, aborted = [], threading.Event(), threading.Event(), threading.Event()
+    abort = communicator_class().abort
+
+    def blocked(*_):
+        is_in_it.set()
+        revoked.wait()
+        events.append("the call has returned")
+
+    def revoke(communicator, flags):
+        events.append((communicator, flags))
+        threading.Timer(0.2, revoked.set).start()
+        return 0
+
+    def noted(raw):
+        events.append("abort")
+        abort(raw)
+        aborted.set()
+
+    handle = comm._backend._nccl._raw.comm
+    communicator_class().allReduce, communicator_class().abort = blocked, noted
+    library._nccl_function = lambda name: revoke if name == "ncclCommRevoke" else None
+    thread = threading.Thread(target=partial(told, comm.all_reduce, full(1)))
+    thread.start()
+    is_in_it.wait()
+    comm.abort("enough")
+    assert aborted.wait(30)
+    assert events == [(handle, 0), "the call has returned", "abort"]
+    thread.join()
 
 
 @stuck
@@ -666,6 +713,76 @@ def test_a_slow_done_callback_keeps_no_failure_from_being_noticed(comm, tmp_path
     for group in (*groups, comm):  # which tells who has not been told
         with contextlib.suppress(gs.RankFailed):
             group.close()
+
+
+# -- Threads ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, on=("fake", "gpu"), environment={"FAKE_CUPY_DELAY_MS": "1", **HANGS})
+def test_two_threads_with_a_communicator_each_launch_in_one_order(comm):
+    """Each in its turn, which is the same on all ranks; the collectives of both are under way together."""
+    import cupy
+
+    groups = [comm.new_group(range(comm.world_size)) for _ in range(2)]
+    for group in groups:
+        group.barrier()
+    turns, results, device = [threading.Semaphore(1), threading.Semaphore(0)], ([], []), cupy.cuda.Device()
+
+    def reduce(which):
+        with device:
+            for number in range(20):
+                turns[which].acquire()
+                array = full(comm.rank + number)
+                results[which].append((number, groups[which].asynchronous.all_reduce(array)))
+                turns[1 - which].release()
+
+    threads = [threading.Thread(target=reduce, args=[which]) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, future in (*results[0], *results[1]):
+        assert_all(future.result(), total(comm, number))
+    for group in groups:
+        group.close()
+
+
+@pytest.mark.ranks(2, on=("fake",), fresh=True)
+@pytest.mark.parametrize("for_ever", [False, True])
+def test_one_thread_at_a_time_launches_on_a_gpu(comm, for_ever):
+    """Not even in communicators of their own: NCCL's rule. The others wait, and not for ever."""
+    groups = [comm.new_group([0, 1]) for _ in range(2)]
+    for group in groups:
+        group.all_reduce(full(1))
+    is_in_it, goes_on, calls, reduce = threading.Event(), threading.Event(), [], communicator_class().allReduce
+
+    def dawdle(raw, *arguments):
+        calls.append(raw)
+        is_in_it.set()
+        goes_on.wait()
+        reduce(raw, *arguments)
+
+    communicator_class().allReduce = dawdle
+    arrays = [full(comm.rank) for _ in groups]
+    threads = [
+        threading.Thread(target=told, args=pair) for pair in zip([g.all_reduce for g in groups], arrays, strict=True)
+    ]
+    threads[0].start()
+    is_in_it.wait()
+    if for_ever:
+        groups[1]._backend.timeout_seconds = 0.1
+        with pytest.raises((gs.CollectiveTimeout, gs.RankFailed), match="launch all from one thread, or in the same"):
+            groups[1].all_reduce(arrays[1])
+    else:
+        threads[1].start()
+        time.sleep(0.1)
+    assert len(calls) == 1
+    goes_on.set()
+    for thread in threads[: 1 if for_ever else 2]:
+        thread.join()
+    if not for_ever:
+        for array in arrays:
+            assert_all(array, total(comm, 0))
 
 
 @stuck
