@@ -147,6 +147,23 @@ def test_nonfinite_and_clip_norm(comm, dtype) -> None:
                 np.testing.assert_allclose(scaled, totals[0] * min(1.0, clip_norm / norm), rtol=0.02, atol=1e-6)
 
 
+@each_dtype
+@pytest.mark.ranks(on={"cupy": (1, 2, 3), "gpu": (1, 2)})
+def test_weights(comm, dtype) -> None:
+    """Kernels of CuPy divide a weight by their sum, which NCCL adds up; one of gradsync multiplies."""
+    ranks = range(comm.world_size)
+    callback = gs.AllreduceCallback("mean", comm)
+    for _ in range(2):
+        with callback.backward(weight=comm.rank + 0.5):
+            futures = {name: callback(name, gradient) for name, gradient in gradients_of(comm, dtype).items()}
+        results = {name: future.result().get() for name, future in futures.items()}
+        assert callback.total_weight == sum(rank + 0.5 for rank in ranks)
+        if KERNELS_RUN:
+            for i, result in enumerate(results.values()):
+                mean = sum((rank + 0.5) * (rank + 1 + i) for rank in ranks) / callback.total_weight
+                np.testing.assert_allclose(result.astype(np.complex64), mean, rtol=0.02)
+
+
 @pytest.mark.parametrize("options", [{}, {"nonfinite": "skip", "clip_norm": 1.0}, {"missing": "zero"}], ids=str)
 @pytest.mark.ranks(on={"cupy": (1, 2, 3), "gpu": (2,)})
 def test_gradients_that_live_in_buckets(comm, options) -> None:
