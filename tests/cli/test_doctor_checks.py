@@ -138,7 +138,7 @@ BROKEN = [
         "unset GRADSYNC_TRACE_DIR",
     ),
     ({"environ": {"GRADSYNC_HEARTBEAT": "1"}}, "GRADSYNC_HEARTBEAT", "warning", "lists all", "unset"),
-    ({"environ": {"GRADSYNC_DEBUG": "1"}}, "GRADSYNC_DEBUG", "broken", "leave it out", "unset GRADSYNC_DEBUG"),
+    ({"environ": {"GRADSYNC_START": "1"}}, "GRADSYNC_START", "broken", "unset it", "unset GRADSYNC_START"),
     (
         {"environ": {"GRADSYNC_ALLOW_SHARED_GPU": "true"}},
         "GRADSYNC_ALLOW_SHARED_GPU",
