@@ -330,7 +330,7 @@ def test_over_nccl_that_is_found_after_the_launch_and_ends_the_communicator(comm
             reduce_one(comm, sync, 1)
     assert raised.value.broken
     assert raised.value.descriptions[0] != raised.value.descriptions[1]
-    assert "name=" in str(raised.value), str(raised.value)  # the remedy
+    assert "name=" in str(raised.value)  # the remedy
     assert comm.closed
 
 

@@ -26,6 +26,8 @@ except ImportError:
 
 #: The end of a Description's options in a step with weights.
 WEIGHT = ", weight"
+#: Before the callback, in the line of a collective that was launched.
+OF_CALLBACK = " of callback "
 
 #: This value in a shape replaces a number of rows that may differ between ranks.
 ROWS = "rows"
@@ -248,7 +250,7 @@ def mismatch(
     if any(differing.values()):
         shown.append(f"  first difference, line {alike + 1}:")
         shown += [f"    rank {rank}: {lines[0] if lines else '(nothing)'}" for rank, lines in differing.items()]
-    if remedy := _SAME_ORDER if broken else _remedy(by_rank):
+    if remedy := _remedy_for_launched(differing) if broken else _remedy(by_rank):
         shown.append(f"  {remedy}")
     places = {rank: described.call_site.partition("at ")[2] for rank, described in by_rank.items()}
     return PlanMismatch(
@@ -292,6 +294,12 @@ def _remedy(descriptions: Mapping[int, Description]) -> str:
     if each[0].what in ("all_gather", "gather") and len({_without_rows(d.headline) for d in each}) == 1:
         return "if the numbers of rows may differ, pass sizes=, the number of rows of each rank"
     return "pass the same arguments, and arrays of the same shape and dtype, on all ranks"
+
+
+def _remedy_for_launched(launched: Mapping[int, Sequence[str]]) -> str:
+    """Returns the remedy for ranks that have launched these collectives, of which the first ones differ."""
+    callbacks = [lines[0].partition(OF_CALLBACK)[2] if lines else "" for lines in launched.values()]
+    return _ONE_ORDER if all(callbacks) and len(set(callbacks)) > 1 else _SAME_ORDER
 
 
 def _remedy_for_lines(descriptions: Mapping[int, Description], same: str) -> str:

@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from gradsync.communicators.agreement import Agreement, Description, mismatch
+from gradsync.communicators.agreement import OF_CALLBACK, Agreement, Description, mismatch
 from gradsync.communicators.backend import Message
 from gradsync.communicators.failures import FailureMonitor, exchange_descriptions, exchange_mismatch, raise_if_left
 from gradsync.diagnostics import FlightRecorder
@@ -168,4 +168,4 @@ class Verification:
 
 def _line(agreement: Agreement) -> str:
     callback = agreement.describe().callback
-    return f"{agreement.headline()}{callback and f' of callback {callback}'}"
+    return f"{agreement.headline()}{callback and f'{OF_CALLBACK}{callback}'}"
