@@ -59,6 +59,7 @@ static void *run(void *number) {
             its.digest += (uint64_t)rank;
             expect(has_begun && meet(&its) == DIGESTS_DIFFER, call, "meet");
         } else if (kind == 1) {
+            reduction.with_squares = call % 2;
             result = bytes <= SLOT ? all_reduce_small(&its, &reduction, &list, &list)
                                    : all_reduce_large(&its, &reduction, &list, &list);
             for (int i = 0; i < n; i++) {

@@ -193,6 +193,7 @@ class Step:
         self._launched: list[Work] = []  # of the buckets that have been reduced, or launched on a GPU
         self._marks: set[Any] = set()  # on a GPU: of the work that makes the gradients, one for each stream
         self._overlaps = OverlapCheck()
+        self._squares: list[float] = []  # of this rank's part of each bucket's results, if the backend sums them
         self._factor: tuple[ReduceOp, Any] | None = None
         self._total_weight: float | None = None
         self._shared_weight: tuple[Work, Array] | None = None  # on a GPU: adds up all weights, and where they are then
@@ -566,7 +567,16 @@ class Step:
         self.statistics.all_reduces += 1
         self.statistics.bytes_all_reduced += bucket.size_bytes
         if self._hook is None:
-            return reduce_list(communicator, natives, op, agreement, factor=factor, targets=targets, after=self._marks)
+            return reduce_list(
+                communicator,
+                natives,
+                op,
+                agreement,
+                factor=factor,
+                targets=targets,
+                after=self._marks,
+                squares=self._squares if self._options.looks_at_values else None,
+            )
         if bucket.number == 0:
             if not beside_host:
                 compare(communicator, agreement)
@@ -746,7 +756,7 @@ class Step:
             NonFiniteGradient: they are not finite, and the policy is "raise"; all ranks raise it.
         """
         options, arrays = self._options, arrays_of(communicator)
-        if options.clip_norm is None and options.nonfinite == "off":
+        if not options.looks_at_values:
             return
         if self._memory is not None:
             reduced = self._memory.flats
@@ -757,8 +767,8 @@ class Step:
         def exchange(numbers: Sequence[int]) -> list[list[int]]:
             return exchange_numbers(communicator, "norm", numbers, agreement)
 
-        flats = [arrays.flat(array) for array in reduced]
-        norm = norm_of(flats, communicator.rank, communicator.world_size, arrays, exchange)
+        squares = sum(self._squares) if len(self._squares) == len(plan.buckets) else None
+        norm = norm_of(reduced, squares, communicator.rank, communicator.world_size, arrays, exchange)
         if options.clip_norm is not None:
             self.norm = norm.value
         if not norm.is_finite and options.nonfinite != "off":
