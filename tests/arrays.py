@@ -34,12 +34,14 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(INTEGERS, ("sum", "prod", "min", "max")),
     "bool": ("min", "max"),
 }
-#: Those that NCCL lacks.
-NOT_ON_GPU = {
-    "int16": OPERATORS["int16"],
-    "uint16": OPERATORS["uint16"],
-    "complex64": ("prod",),
-    "complex128": ("prod",),
+#: Those that NCCL lacks, and those that it has.
+NOT_ON_GPU = {name: OPERATORS[name] for name in ("int16", "uint16")} | dict.fromkeys(
+    ("complex64", "complex128"), ("prod",)
+)
+OPERATORS_ON_GPU = {
+    dtype: tuple(op for op in ops if op not in NOT_ON_GPU.get(dtype, ()))
+    for dtype, ops in OPERATORS.items()
+    if ops != NOT_ON_GPU.get(dtype)
 }
 #: What no reduction takes and that moves all the same, in host memory: time, records, foreign byte order, text.
 HOST_DTYPES = {
@@ -91,10 +93,9 @@ def arrays_of(comm: Any) -> HostArrays | DeviceArrays:
     return HostArrays() if comm.device == "cpu" else DeviceArrays()
 
 
-def operators_of(comm: Any) -> dict[str, list[str]]:
+def operators_of(comm: Any) -> dict[str, tuple[str, ...]]:
     """The operators of each dtype that a communicator's device has."""
-    lacking = {} if comm.device == "cpu" else NOT_ON_GPU
-    return {dtype: [op for op in ops if op not in lacking.get(dtype, ())] for dtype, ops in OPERATORS.items()}
+    return OPERATORS if comm.device == "cpu" else OPERATORS_ON_GPU
 
 
 def arrays_for(comm: Any) -> list[HostArrays | DeviceArrays]:

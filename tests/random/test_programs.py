@@ -3,7 +3,8 @@
 A program is a list of operations that all ranks run. Each computes on its own what all others contributed, and compares
 every number with NumPy in float64, and its bits with those of the other ranks. Where a mistake was planted, every rank
 that takes part in that operation must raise PlanMismatch, no other may notice, and the communicators go on. On the CPU
-no gradient of a step has changed then, and the same callbacks repeat it.
+no gradient of a step has changed then, and the same callbacks repeat it. Over NCCL mistakes are planted where the ranks
+compare everything, and a rank that lacks a gradient of an agreed plan ends the communicator.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 import gradsync as gs
-from arrays import FLOATS, INTEGERS, TOLERANCE, arrays_of, assert_close, contribution, dtype_of, reduced
+from arrays import (
+    FLOATS,
+    OPERATORS,
+    OPERATORS_ON_GPU,
+    TOLERANCE,
+    arrays_of,
+    assert_close,
+    contribution,
+    dtype_of,
+    reduced,
+)
 
 SHAPES = [(), (0, 3), (1,), (7,), (3, 5), (2, 1, 4), (33, 3), (700,), (70_001,)]
-OPS = {
-    **dict.fromkeys(FLOATS, ("sum", "mean", "prod", "min", "max")),
-    **dict.fromkeys(("complex64", "complex128"), ("sum", "mean", "prod")),
-    **dict.fromkeys(INTEGERS, ("sum", "prod", "min", "max")),
-    "bool": ("min", "max"),
-}
+OPS = {"shm": OPERATORS, "fake": OPERATORS_ON_GPU, "debug": OPERATORS_ON_GPU}
 
 
 class Operation(NamedTuple):
@@ -81,14 +87,14 @@ KINDS = [
 
 
 @st.composite
-def operations(draw):
-    dtype = draw(st.sampled_from(list(OPS)))
+def operations(draw, ops):
+    dtype = draw(st.sampled_from(list(ops)))
     return Operation(
         draw(st.sampled_from(KINDS)),
         draw(st.integers(0, 5)),
         draw(st.sampled_from(SHAPES)),
         dtype,
-        draw(st.sampled_from(OPS[dtype])),
+        draw(st.sampled_from(ops[dtype])),
         draw(st.integers(0, 10**6)),
         draw(st.booleans()),
     )
@@ -99,10 +105,10 @@ MISTAKES_OF_STEPS = MISTAKES[3:]
 
 
 @st.composite
-def programs(draw):
-    body = draw(st.lists(operations(), min_size=1, max_size=25))
-    mistake = draw(st.none() | st.tuples(st.integers(0, len(body) - 1), st.integers(0, 3), st.sampled_from(MISTAKES)))
-    return Program(body, mistake)
+def programs(draw, place):
+    body = draw(st.lists(operations(OPS[place]), min_size=1, max_size=25))
+    mistakes = st.tuples(st.integers(0, len(body) - 1), st.integers(0, 3), st.sampled_from(MISTAKES))
+    return Program(body, None if place == "fake" else draw(st.none() | mistakes))
 
 
 # -- On a rank ---------------------------------------------------------------------------------------------------------
@@ -122,18 +128,20 @@ class Rank:
     def run(self, program: Program) -> None:
         for number, operation in enumerate(program.operations):
             mistake = program.mistake if program.mistake and program.mistake[0] == number else None
-            self.run_one(operation, mistake)
+            if not self.run_one(operation, mistake):
+                return
         for group in self.groups[1:]:
             if group is not None:
                 group.close()
 
-    def run_one(self, operation: Operation, mistake: tuple[int, int, str] | None) -> None:
+    def run_one(self, operation: Operation, mistake: tuple[int, int, str] | None) -> bool:
+        """Returns whether the communicators go on."""
         at = operation.group % len(self.groups)
         group, members = self.groups[at], self.members[at]
         if operation.kind == "group":
             if len(self.groups) < 4:
                 self.make_group(operation)
-            return
+            return True
         if operation.kind == "close":
             if at:
                 if group is not None:
@@ -144,14 +152,14 @@ class Rank:
                     for (place, seed), callback in self.callbacks.items()
                     if place != at
                 }
-            return
+            return True
         if group is None:
-            return
+            return True
         self.group, self.ranks = group, members
         # Of messages no disagreement is promised: the deadline says who waits for whom.
         if mistake is None or len(members) == 1 or operation.kind == "exchange":
             getattr(self, operation.kind)(operation)
-            return
+            return True
         culprit = mistake[1] % len(members)
         self.given = []
         try:
@@ -160,18 +168,20 @@ class Rank:
             else:
                 getattr(self, operation.kind)(operation)
         except gs.PlanMismatch as error:
-            assert len(set(error.descriptions.values())) > 1, error
+            assert error.broken or len(set(error.descriptions.values())) > 1, error
+            if error.broken:
+                assert (group.backend, group.closed, mistake[2]) == ("nccl", True, "no gradient")
+                return False
         else:
             raise AssertionError(f"rank {self.world.rank}: nobody noticed {mistake} in {operation}")
         assert group.all_reduce(self.arrays.put(np.ones(3, np.float32)))[0] == len(members)
-        if operation.kind != "step":
-            return
-        if group.device != "cpu":  # some buckets may have been reduced
+        if operation.kind == "step" and group.device != "cpu":  # some buckets may have been reduced
             self.callbacks = {}
-            return
-        assert all(array.tobytes() == bits for array, bits in self.given)
-        self.callback(operation).knows = False
-        self.step(operation)
+        elif operation.kind == "step":
+            assert all(array.tobytes() == bits for array, bits in self.given)
+            self.callback(operation).knows = False
+            self.step(operation)
+        return True
 
     def err(self, operation: Operation, mistake: str) -> None:
         """Calls something else than the others."""
@@ -493,12 +503,12 @@ def run_program(comm: Any, program: Program) -> None:
 
 # -- In pytest --------------------------------------------------------------------------------------------------------
 
-SIZES = {"shm": 3, "fake": 2}
+SIZES = {"shm": 3, "fake": 2, "debug": 2}
 
 
 def run_programs(run_on_ranks, place, examples):
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck), print_blob=True)
-    @given(programs())
+    @given(programs(place))
     def check(program):
         note(f"{len(program.operations)} operations, mistake: {program.mistake}")
         run_on_ranks(SIZES[place], run_program, program, on=place)
@@ -506,14 +516,14 @@ def run_programs(run_on_ranks, place, examples):
     check()
 
 
-@pytest.mark.parametrize(("place", "examples"), [("shm", 60), ("fake", 15)])
+@pytest.mark.parametrize(("place", "examples"), [("shm", 60), ("fake", 15), ("debug", 15)])
 def test_random_programs(run_on_ranks, place, examples):
     run_programs(run_on_ranks, place, examples)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("place", "examples"), [("shm", 2000), ("fake", 300)])
+@pytest.mark.parametrize(("place", "examples"), [("shm", 2000), ("fake", 300), ("debug", 300)])
 def test_many_random_programs(run_on_ranks, place, examples):
     run_programs(run_on_ranks, place, examples)
 
