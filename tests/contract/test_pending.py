@@ -141,6 +141,24 @@ def test_rings_in_which_messages_wait_for_later_calls(comm, program):
     test_rings(comm, program)
 
 
+@pytest.mark.ranks(2, on=("fake",), fresh=True)
+@pytest.mark.parametrize(
+    "programs",
+    [
+        ("send, recv", "irecv, isend, wait 0"),
+        ("exchange", "recv, send"),
+        ("isend, send, recv", "irecv, irecv, isend, wait 2"),
+    ],
+    ids=" | ".join,
+)
+def test_over_nccl_the_first_messages_of_two_ranks_may_be_launched_in_other_groups(comm, programs):
+    """NCCL connects two ranks for the ways that a group has, and fails if the groups of both have others."""
+    ring = Ring(comm, 1000)
+    run(ring, programs[comm.rank])
+    comm.barrier()
+    ring.check()
+
+
 @pytest.mark.ranks(2, on=("fake",), environment={"FAKE_CUPY_HANG": "1"}, **SHORT)
 @pytest.mark.parametrize("program", OUT_OF_ORDER[::3])
 def test_over_nccl_these_end_at_the_deadline(comm, program):

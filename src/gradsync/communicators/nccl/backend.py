@@ -110,6 +110,7 @@ class NcclBackend(Backend):
         self._flat: Any = None  # buffer for packed arrays; launches run one after the other, so one buffer is enough
         self._launch: GpuWork | None = None  # what is being launched, if anything
         self._last: GpuWork | None = None
+        self._met: set[int] = set()  # the ranks with which messages have been launched
         self._verifying: GpuWork | None = None  # the last comparison of what was launched
         self._nccl = nccl = Nccl(client, device_id, group, deadline)
         try:
@@ -291,8 +292,18 @@ class NcclBackend(Backend):
             own = [[each.flat for each in these if each.peer == self.rank] for these in (sends, receives)]
             for source, target in zip(*own, strict=True):
                 _copy_bytes(source, target)
+            sent = [(each.peer, each.flat) for each in sent_to if each.flat.size]
+            received = [(each.peer, each.flat) for each in received_from if each.flat.size]
+            # Two ranks connect when they first meet, and NCCL fails if their groups then have other ways between them:
+            # a send on one rank, and a receive and a send on the other. So each sends the other a byte, too.
+            if met := {peer for peer, _ in [*sent, *received]} - self._met:
+                self._met |= met
+                both = cupy.empty(2, np.uint8)
+                launch.keep(both)
+                sent = [(peer, both[:1]) for peer in met] + sent
+                received = [(peer, both[1:]) for peer in met] + received
             self._begin(None)
-            self._nccl.exchange([(m.peer, m.flat) for m in sent_to], [(m.peer, m.flat) for m in received_from])
+            self._nccl.exchange(sent, received)
             for message in messages:
                 if not message.is_over:
                     message.end(work=launch)
