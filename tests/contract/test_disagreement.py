@@ -148,6 +148,26 @@ def test_numbers_of_rows(comm):
     assert_usable(comm)
 
 
+@pytest.mark.ranks(
+    2,
+    on=("fake",),
+    fresh=True,
+    options={"collective_timeout_seconds": 1.5},
+    environment={"FAKE_CUPY_HANG": "1"},
+)
+@pytest.mark.parametrize("odd", ["all_reduce of other rows", "broadcast", "all_to_all"])
+def test_over_nccl_without_debug_the_deadline_tells(comm, odd):
+    """The kernels hang, or do something wrong; what both ranks called is in the error."""
+    array = arrays_of(comm).put(np.full((8, 3), 1.0))
+    calls = collectives(comm, array) | {"all_reduce of other rows": lambda: comm.all_reduce(array[:6])}
+    with pytest.raises(gs.CollectiveTimeout) as raised:
+        calls[odd if comm.rank else "all_reduce"]()
+        comm.barrier()
+    for text in ("all_reduce(sum)", odd.partition(" ")[0].rstrip(","), "test_disagreement.py"):
+        assert text in str(raised.value)
+    assert comm.closed
+
+
 @pytest.mark.ranks(2, on=("shm", "debug"))
 def test_ranks_that_gather_unequal_rows_are_told_to_pass_sizes(comm):
     arrays = arrays_of(comm)

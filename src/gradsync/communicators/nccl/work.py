@@ -176,15 +176,16 @@ class GpuWork(Launch):
         """Makes the host wait until the work has ended or failed. Raises only CollectiveTimeout."""
         seconds = self._watched.timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + seconds
-        # If the work has begun on the GPU, the watcher finds the missing ranks, and every rank gets the same error.
+        # If the GPU is in a collective, the watcher finds the missing ranks, and every rank gets the same error.
         verdict_by = deadline + (_VERDICT_SECONDS if timeout_seconds is None else 0.0)
         looks = 0
         while not self.done():
             looks += 1
             if looks > _LOOKS_WITHOUT_SLEEP:
                 now = time.monotonic()
-                if now >= deadline and (now >= verdict_by or not self._has_started()):
-                    state = "has begun it" if self._has_started() else "is still busy with earlier work of this rank"
+                is_stuck = now >= deadline and (now >= verdict_by or not _is_gpu_in_collective())
+                if is_stuck and not self._watched.has_failed():  # else this work is about to get that failure
+                    state = "has begun it" if self.has_started() else "is still busy with earlier work of this rank"
                     raise CollectiveTimeout(f"{self.name} did not end within {seconds:g} s: the GPU {state}")
                 time.sleep(_SLEEP_SECONDS)
 
@@ -201,12 +202,13 @@ class GpuWork(Launch):
 
     # -- Its end -------------------------------------------------------------------------------------------------
 
-    def _has_started(self) -> bool:
+    def has_started(self) -> bool:
+        """Whether the GPU has reached `started`."""
         return event_status(self.started) not in (_NOT_READY, *CAPTURE_ERRORS)
 
     def look_whether_started(self) -> None:
         """Sets `seen_started_at` once the GPU has reached `started`."""
-        if self.seen_started_at is None and self._has_started():
+        if self.seen_started_at is None and self.has_started():
             self.seen_started_at = time.monotonic()
 
     def end(self, error: BaseException | None) -> None:
@@ -460,6 +462,13 @@ class Watched:
 
     # -- On the threads ------------------------------------------------------------------------------------------
 
+    def has_begun_on_gpu(self) -> bool:
+        """Whether the GPU has reached the oldest work that runs; the other work waits behind it."""
+        try:
+            return self._running[0].has_started()
+        except IndexError:  # nothing runs
+            return False
+
     @property
     def is_busy(self) -> bool:
         """Whether work runs, or a thread is launching some."""
@@ -578,6 +587,12 @@ def _watch(watched: Watched) -> None:
                     _callbacks.put(None)
                     raise
         _all.append(watched)  # last: if no thread can be started, the next communicator tries again
+
+
+def _is_gpu_in_collective() -> bool:
+    with _registering:
+        everything = list(_all)
+    return any(watched.has_begun_on_gpu() for watched in everything)
 
 
 def _pause() -> None:
