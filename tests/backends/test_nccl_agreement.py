@@ -12,6 +12,7 @@ import pytest
 
 import gradsync as gs
 from backends.on_cuda import HANGS, SIZE, assert_all, full, meet, side_stream, total
+from bucketing.reference import Heard
 from commands import wait_until
 from obstacle import Obstacle
 
@@ -84,6 +85,17 @@ def test_what_was_launched_is_compared_at_the_end_of_the_step(comm, stray, words
     for rank in range(comm.world_size):
         assert any(line.startswith(f"    rank {rank}: ") and words[rank > 0] in line for line in lines), str(error)
     expect_end(comm, error)
+
+
+@broken
+def test_the_last_step_of_a_program_is_told_of_too(comm):
+    """Though nobody reads its futures."""
+    callback = known(comm)
+    reduce_by_two_operators(comm, callback, callback)
+    step(callback)
+    with Heard() as lines:
+        comm.close()
+    assert any("the ranks have launched different collectives" in line for line in lines)
 
 
 @two_or_three

@@ -534,6 +534,7 @@ class NcclBackend(Backend):
 
     def drain(self) -> None:
         self._await_last()
+        self._watched.fail_if_found()
         self._watched.await_reported(_REPORT_SECONDS)
         await_callbacks(_CALLBACK_SECONDS)
 

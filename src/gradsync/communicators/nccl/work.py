@@ -361,6 +361,12 @@ class Watched:
                 self._found = head.error
             self._drop(head)
 
+    def fail_if_found(self) -> None:
+        """Ends the communicator if work that has ended has failed: close() does not wait for the watcher."""
+        self.reap()
+        if self._found is not None and not self._stopped:
+            self.fail(self._found)
+
     def _end_running(self, error: BaseException) -> None:
         """Ends all work with an error. It does not ask the GPU, which may not answer."""
         with self._lock:
@@ -545,9 +551,10 @@ class Watched:
         except Exception as error:
             self._found = self._found or NcclError(f"{self.label}: the GPU cannot be asked: {describe(error)}")
         if self._kept and self.nccl.has_ended.is_set():
+            # Without the lock, because the driver may not answer. This list keeps the memory until the lock is released.
+            ended = [kept for kept in list(self._kept) if event_status(kept[0]) == _SUCCESS]
             with self._lock:
-                before = self._kept  # this reference keeps the memory until the lock is released
-                self._kept = [(ended, memory) for ended, memory in before if event_status(ended) != _SUCCESS]
+                self._kept = [kept for kept in self._kept if not any(kept is each for each in ended)]
 
 
 def _report_failure(
