@@ -146,6 +146,25 @@ def test_also_where_another_rank_has_nothing_at_all(comm, tmp_path):
     expect_end(comm, raised.value)
 
 
+@pytest.mark.parametrize(
+    ("names", "weight", "told"), [(NAMES, 2.0, "with a weight"), ("", None, "flush of a step without gradients")]
+)
+@pytest.mark.ranks(2, on=("fake",), environment=HANGS, fresh=True, options={"collective_timeout_seconds": 2.5})
+def test_what_no_rank_can_know_alone_is_found_at_the_deadline(comm, names, weight, told):
+    """This rank asks the server whether all do so, and the others have launched their buckets."""
+    callback = known(comm, method="mean")
+    await_all(step(callback))
+    with pytest.raises(gs.CollectiveTimeout) as raised:
+        if comm.rank == 1:
+            with callback.backward(weight=weight):
+                for name in names:
+                    callback(name, full(1))
+        else:
+            await_all(step(callback))
+    assert told in str(raised.value)
+    assert "all_reduce(mean) float32 19.5 KB [a]" in str(raised.value)
+
+
 @two_or_three
 def test_before_the_plan_is_agreed_nothing_has_moved_and_all_go_on(comm):
     callback = known(comm)

@@ -5,6 +5,7 @@ A collective that misses a rank never ends by itself, on a GPU as on the fake wi
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import sys
@@ -125,6 +126,42 @@ def test_the_deadline_of_a_call_that_blocks_the_host(comm):
     with pytest.raises(gs.CollectiveTimeout):
         step(callback)
         raise failure_of(comm)
+
+
+@pytest.fixture
+def noticed(tmp_path):
+    """A file that appears once the server, which runs in this process, says that a rank is waited for."""
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            text = record.getMessage()
+            if " waited " in text:
+                (tmp_path / "noticed").write_text(text)
+
+    handler = Handler()
+    logging.getLogger("gradsync").addHandler(handler)
+    yield tmp_path / "noticed"
+    logging.getLogger("gradsync").removeHandler(handler)
+
+
+@pytest.mark.slow  # after 5 s, which nothing can shorten
+@stuck
+@pytest.mark.parametrize("where", ["kernel", "call of NCCL"])
+def test_who_is_waited_for_is_said_long_before_the_deadline(comm, noticed, where):
+    """Whether the host is blocked in a call, or does something else."""
+    if where == "kernel":
+        comm.all_reduce(full(1))  # the first contact
+    if comm.rank == 1:
+        wait_until(noticed.exists)
+        comm.abort("seen")
+    else:
+        with pytest.raises(gs.RankFailed):
+            comm.all_reduce(full(1))
+            raise failure_of(comm)
+        text = noticed.read_text()
+        assert text.startswith("gradsync: rank 0 has waited 5")
+        assert f"all_reduce(sum) #{2 if where == 'kernel' else 1}" in text
+        assert "for rank 1" in text
 
 
 @stuck_with_deadline

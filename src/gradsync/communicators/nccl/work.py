@@ -551,7 +551,7 @@ class Watched:
         except Exception as error:
             self._found = self._found or NcclError(f"{self.label}: the GPU cannot be asked: {describe(error)}")
         if self._kept and self.nccl.has_ended.is_set():
-            # Without the lock, because the driver may not answer. This list keeps the memory until the lock is released.
+            # Without the lock: the driver may not answer. This list keeps the memory until the lock is released.
             ended = [kept for kept in list(self._kept) if event_status(kept[0]) == _SUCCESS]
             with self._lock:
                 self._kept = [kept for kept in self._kept if not any(kept is each for each in ended)]
