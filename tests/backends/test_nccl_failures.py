@@ -846,3 +846,28 @@ def test_failures_are_noticed_while_the_driver_answers_no_question(comm, tmp_pat
     noticed = failed.wait(20)
     lifted.set()
     assert noticed
+
+
+@stuck_with_deadline
+def test_so_is_the_deadline_though_nobody_knows_whether_the_work_has_begun(comm, tmp_path):
+    from cupy.cuda._driver import _Driver
+
+    comm.all_reduce(full(1))  # the first contact
+    meet(tmp_path, comm, "all have met")
+    if comm.rank == 1:
+        assert isinstance(failure_of(comm), gs.CollectiveTimeout)
+        return
+    lifted, failed, query = threading.Event(), threading.Event(), _Driver.cuEventQuery
+
+    def ask(event):
+        if threading.current_thread().name == "gradsync-nccl-gpu":
+            lifted.wait()
+        return query(event)
+
+    _Driver.cuEventQuery = staticmethod(ask)
+    future = comm.asynchronous.all_reduce(full(1))
+    future.add_done_callback(lambda _: failed.set())
+    noticed = failed.wait(20)
+    lifted.set()
+    assert noticed
+    assert isinstance(future.exception(), gs.CollectiveTimeout)

@@ -55,6 +55,7 @@ class GpuWork(Launch):
         stream, thread: the stream on which it runs, and the id of the thread that launched it.
         started: the event before it. Its deadline counts from there, without the earlier work of this rank's GPU.
         ended: the event after it.
+        made_at: when it was made, just before it is launched.
         has_begun: whether NCCL may have begun.
         peers: the world ranks of messages; None for a collective.
         recorded: its entry in the flight recorder; set when it is launched.
@@ -77,6 +78,7 @@ class GpuWork(Launch):
         self.thread = threading.get_ident()
         self.started = cupy.cuda.Event(disable_timing=True)
         self.ended = cupy.cuda.Event(disable_timing=True)
+        self.made_at = time.monotonic()
         self.has_begun = False
         self.peers: Sequence[int] | None = None
         self.recorded: Running | None = None
@@ -328,6 +330,7 @@ class Watched:
         self._found: BaseException | None = None  # the error of work that the GPU has ended
         self._kept: list[tuple[Any, list[Any]]] = []  # the event `ended` and the memory of failed work
         self._reporting: threading.Event | None = None  # set when the server knows of this rank's failure
+        self._looked_at = time.monotonic()  # when the GPU has last been asked, and has answered
         self._asked_at = 0.0  # when the ranks that have left were asked for
         self._orphan: GpuWork | None = None  # messages of which a rank had left then
         self._lock = threading.RLock()  # reentrant, because a signal handler may run in the thread that holds it
@@ -505,8 +508,10 @@ class Watched:
         with self._lock:
             head = self._running[0] if self._running else None
         for work in (head, self.call):
-            if work is not None and work.seen_started_at is not None and not work.is_over:
-                self._look_at_clock(work, time.monotonic() - work.seen_started_at)
+            if work is not None and not work.is_over:
+                # While the driver does not answer, nobody knows whether the work has begun: the time of silence counts.
+                since = work.seen_started_at or max(work.made_at, self._looked_at)
+                self._look_at_clock(work, time.monotonic() - since)
 
     def _look_at_clock(self, work: GpuWork, waited_seconds: float) -> None:
         """Reports to the server, which logs a warning, that work or its NCCL call takes long.
@@ -545,6 +550,7 @@ class Watched:
             for work in (self.call, *list(self._running)[:1]):
                 if work is not None:
                     work.look_whether_started()
+            self._looked_at = time.monotonic()
             self.nccl.check()
         except NcclError as error:
             self._found = self._found or error
