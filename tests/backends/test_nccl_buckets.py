@@ -1,5 +1,7 @@
 """Buckets over NCCL: with `parameters=` each is launched as soon as it and all before it are complete."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -295,9 +297,10 @@ def test_the_memory_of_buckets_is_written_when_the_last_step_is_done_with_it(com
     step(callback, comm)
     for _ in range(2):
         first, second = side_stream(), side_stream()
-        with Obstacle(first):
+        with Obstacle(first) as obstacle:
             with first:
                 step(callback, comm)
+            threading.Timer(0.1, obstacle.lift).start()  # before it launches, the next step awaits the end of this one
             with second:
                 step(callback, comm, hands_over)
         for name, result in callback.results().items():

@@ -88,11 +88,12 @@ def test_a_result_that_the_caller_drops_is_not_written_over_while_a_stream_reads
             wait_until(future.done)
             result = future.result()
             other = callback("needs as much memory on its way", cupy.ones((50, SIZE // 50), np.float32).T)
-            with Obstacle(own):
-                copy += result
-                del future, result
-                callback.flush()
-                wait_until(other.done)
+            obstacle = Obstacle(own)
+            copy += result
+            del future, result
+        with obstacle:
+            callback.flush()  # not on the stream that is held up
+            wait_until(other.done)
         assert sorted(set(copy.get(stream=own).tolist())) == [peer + step for peer in range(comm.world_size)]
 
 
