@@ -192,7 +192,7 @@ def test_with_missing_zero_all_go_on(comm):
 
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.ranks(2, on=("fake",))
-def test_how_often_the_ranks_compare_through_the_server(comm, is_known, monkeypatch):
+def test_how_often_the_ranks_compare_through_the_server(comm, is_known):
     from gradsync.communicators.nccl.verify import Verification
 
     compared, compare = [], Verification.compare
@@ -201,7 +201,6 @@ def test_how_often_the_ranks_compare_through_the_server(comm, is_known, monkeypa
         compared.append(agreement)
         compare(self, agreement)
 
-    monkeypatch.setattr(Verification, "compare", noted)
     callback = known(comm, "float32", "mean") if is_known else gs.AllreduceCallback("mean", comm, threshold_bytes=1)
 
     def compared_in_steps(count, **options):
@@ -212,10 +211,12 @@ def test_how_often_the_ranks_compare_through_the_server(comm, is_known, monkeypa
                     callback(name, full(1))
         return len(compared)
 
-    assert compared_in_steps(10) == (1 if is_known else 10)
-    assert compared_in_steps(10, weight=comm.rank + 1) == (1 if is_known else 10)
-    comm.all_reduce(full(1))
-    assert compared_in_steps(1, weight=1.5) == (0 if is_known else 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Verification, "compare", noted)
+        assert compared_in_steps(10) == (1 if is_known else 10)
+        assert compared_in_steps(10, weight=comm.rank + 1) == (1 if is_known else 10)
+        comm.all_reduce(full(1))
+        assert compared_in_steps(1, weight=1.5) == (0 if is_known else 1)
 
 
 @pytest.mark.ranks(2, on=("fake",), environment=HANGS)
