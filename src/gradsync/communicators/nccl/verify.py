@@ -36,7 +36,7 @@ class Verification:
         failures: the failures that the server reports.
 
     Attributes:
-        launched: one number for all collectives that this rank has launched.
+        launched: one number for all collectives that this rank has launched since the last comparison.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Verification:
         self._failures = failures
         self._compared = 0  # the number of comparisons
         self._messages: dict[tuple[int, int], int] = {}  # compared, by sender and receiver
-        self._history: deque[Agreement] = deque(maxlen=_HISTORY)  # launched since take_history() was called
+        self._history: deque[Agreement] = deque(maxlen=_HISTORY)  # launched since take_launched() was called
         self.launched = 0
 
     def add(self, agreement: Agreement) -> None:
@@ -112,11 +112,12 @@ class Verification:
 
     # -- After launches ------------------------------------------------------------------------------------------
 
-    def take_history(self) -> list[Agreement]:
-        """Returns what was launched since the last call of this method."""
-        history = list(self._history)
+    def take_launched(self) -> tuple[int, list[Agreement]]:
+        """Returns the number of what was launched since the last call of this method, and the last of it."""
+        launched, history = self.launched, list(self._history)
+        self.launched = 0
         self._history.clear()
-        return history
+        return launched, history
 
     def verdict(self, largest: int, smallest: int, number: int, history: Sequence[Agreement]) -> PlanMismatch | None:
         """Returns the error if the numbers of the ranks differed, and exchanges what they had launched."""

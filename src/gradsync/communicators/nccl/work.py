@@ -26,8 +26,8 @@ import numpy as np
 from gradsync.communicators.agreement import on_behalf
 from gradsync.communicators.backend import Backend, Launch
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
-from gradsync.communicators.nccl.library import Nccl, event_status, on_device
-from gradsync.communicators.nccl.streams import CAPTURE_ERRORS, as_stream, capture_refusal
+from gradsync.communicators.nccl.library import Nccl, event_status
+from gradsync.communicators.nccl.streams import CAPTURE_ERRORS, as_stream, capture_refusal, on_device
 from gradsync.diagnostics import Entry, Running, finish
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, PlanMismatch, RankFailed, describe
 from gradsync.futures import again, is_in_callback, refuse_wait_in_callback
