@@ -7,7 +7,7 @@ fails keeps no other from running.
 
     facts    30 s   the versions that are really loaded, the GPU, its driver and compute mode
     raw      60 s   CuPy's binding of NCCL alone, without gradsync: init, reduce, abort, init again, destroy
-    kernels  90 s   one rank: values that kernels of CuPy make; each is compiled here, so later runs find it
+    kernels  90 s   one rank: values that kernels make; each is compiled here, so later runs find it
     one      90 s   one rank: a callback that checks and clips, step by step
     two     120 s   two ranks on this GPU: collectives, packed buckets, and a kernel that misses a rank
 
@@ -17,6 +17,7 @@ The exit code is the number of stages that failed, or 100 where there is no GPU.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -44,6 +45,7 @@ def facts() -> Found:
     except OSError as error:
         smi = str(error)
     maps = Path("/proc/self/maps").read_text().splitlines()
+    loaded = sorted({line.split(maxsplit=5)[-1] for line in maps if "libnccl.so" in line})
     memory = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
         "gpu": properties["name"].decode(),
@@ -56,7 +58,8 @@ def facts() -> Found:
         "nvrtc": nvrtc.getVersion(),
         "nccl": nccl.get_version(),
         "nccl when CuPy was built": nccl.get_build_version(),
-        "nccl loaded from": sorted({line.split(maxsplit=5)[-1] for line in maps if "libnccl.so" in line}),
+        "nccl loaded from": loaded,
+        "nccl can revoke": [hasattr(ctypes.CDLL(path), "ncclCommRevoke") for path in loaded],
         "free bytes of /dev/shm": memory and memory.f_bavail * memory.f_bsize,
     }
 
@@ -98,9 +101,9 @@ def kernels() -> Found:
             found["wrong"].append(what)
 
     with gs.init_process_group("nccl", rank=0, world_size=1) as comm:
-        for dtype in (np.int16, np.uint16, np.float16, ml_dtypes.bfloat16, np.complex64):
+        for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.complex64):
             values = np.arange(12).astype(dtype).reshape(3, 4)
-            for op in ("prod", "sum"):
+            for op in ("sum", "mean"):
                 array = cupy.asarray(values).T  # not contiguous
                 comm.all_reduce(array, op)
                 check(f"{np.dtype(dtype)} {op}", bool((array.get() == values.T).all()))
@@ -118,7 +121,32 @@ def kernels() -> Found:
                 with callback.backward():
                     callback("w", cupy.asarray(values))
                 check(f"{bad} of {np.dtype(dtype)} is found", callback.skip_step)
+            callback = gs.AllreduceCallback("mean", comm)
+            with callback.backward(weight=3.0):
+                future = callback("w", cupy.asarray(values))
+            check(f"{np.dtype(dtype)} with a weight", bool((future.numpy() == values).all()))
+            check_own_kernels(check, values[np.isfinite(values.astype(np.float64))])
     return found
+
+
+def check_own_kernels(check: Callable[[str, bool], None], values: Any) -> None:
+    """Those of gradsync, of which a callback of one rank uses none: values are packed times a factor, and digested."""
+    import cupy
+    import numpy as np
+
+    from gradsync.communicators.host_values import digest, digest_of_sums
+    from gradsync.communicators.nccl.pack import Packer
+
+    packer, array = Packer(), cupy.asarray(values)
+    wide = np.float64 if values.dtype == np.float64 else np.float32
+    wanted = (values.astype(wide) * wide(1 / 3)).astype(values.dtype)
+    for factor in (1 / 3, cupy.asarray(np.array([1 / 3]))):
+        flat = cupy.zeros(values.nbytes, np.uint8)
+        packer.scale(packer.table([array]), flat, values.dtype, factor)
+        check(f"{values.dtype} times {factor}", bool((flat.get().view(values.dtype) == wanted).all()))
+    whole = values.nbytes - values.nbytes % 8
+    sums, data = packer.digest_sums(array.view(np.uint8)[:whole].view(np.uint64)), values.view(np.uint8)
+    check(f"digest of {values.dtype}", digest_of_sums(sums, data[whole:]) == digest(data))
 
 
 def one() -> Found:
@@ -173,6 +201,7 @@ def rank_of_two() -> Found:
 
     with gs.init_process_group("nccl") as comm:
         n, rank = comm.world_size, comm.rank
+        show(environment={name: value for name, value in os.environ.items() if name.startswith("NCCL_")})
         began = time.perf_counter()
         comm.barrier()
         show(seconds_of_the_first_collective=seconds_since(began))
@@ -213,11 +242,10 @@ def rank_of_two() -> Found:
             seconds = seconds_since(began)
             assert all((result == i + (n - 1) / 2).all() for i, result in enumerate(results))
         show(seconds_of_the_last_step=seconds)
-        # After equal calls rank 0 launches the next one at once, and its kernel waits on the GPU for a rank that stays
-        # away. When that rank aborts, rank 0 must get an error.
+        # Rank 0 asks nobody before it launches, so its kernel waits on the GPU for a rank that stays away. When that
+        # rank aborts, rank 0 must get an error.
         ones = np.ones(5, np.float32)
-        for _ in range(10):
-            comm.all_reduce(ones)
+        comm.all_reduce(ones)
         if rank == 0:
             began = time.perf_counter()
             try:

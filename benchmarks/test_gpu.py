@@ -32,7 +32,7 @@ SHARING = ALONE | {"GRADSYNC_ALLOW_SHARED_GPU": "1", "CUDA_VISIBLE_DEVICES": FIR
 
 
 @pytest.mark.parametrize("layout", BUCKETS)
-@pytest.mark.parametrize("what", ["pack", "split"])
+@pytest.mark.parametrize("what", ["pack", "split", "pack with a factor"])
 @contenders("gradsync", "memcpy")
 def test_packing(compare, benchmark, what, model, layout) -> None:
     gradients = TINY if compare.disabled else gradients_of(model)
@@ -78,12 +78,6 @@ def nccl() -> gs.Communicator:
         raise Absent("NCCL " + str(error).partition("backend 'nccl' ")[2]) from None
 
 
-def new_packer():
-    from gradsync.communicators.nccl.kernels import FusedPacker
-
-    return FusedPacker()
-
-
 def pack_also_alone(comm) -> None:
     assert hasattr(comm._backend, "force_packing"), "where one rank packs has another name now"
     comm._backend.force_packing = True
@@ -121,19 +115,27 @@ def move(contender, what, buckets, filler_bytes):
     nccl()
     import cupy
 
-    packer = new_packer()
+    from gradsync.communicators.nccl.pack import Packer
+
+    packer = Packer()
     arrays = [[cupy.asarray(np.full(size, 1 + i % 250, np.uint8)) for i, size in enumerate(each)] for each in buckets]
     # Each array begins at a multiple of 16 bytes.
     flats, copies = ([cupy.zeros(sum(each) + 16 * len(each), np.uint8) for each in buckets] for _ in range(2))
+    tables = [packer.table(each) for each in arrays]
+    float32, factor = np.dtype(np.float32), cupy.asarray(np.ones(1))  # on the device, as after all weights are added up
+    # A step makes each table once: to pack, not to split.
     moves = {
-        "pack": lambda: [packer.pack(*pair) for pair in zip(arrays, flats, strict=True)],
-        "split": lambda: [packer.split(*pair) for pair in zip(flats, arrays, strict=True)],
+        "pack": lambda: [packer.pack(packer.table(each), flat) for each, flat in zip(arrays, flats, strict=True)],
+        "pack with a factor": lambda: [
+            packer.scale(packer.table(each), flat, float32, factor) for each, flat in zip(arrays, flats, strict=True)
+        ],
+        "split": lambda: [packer.split(*pair) for pair in zip(tables, flats, strict=True)],
         "copy": lambda: [
             copy.data.copy_from_device_async(flat.data, sum(each))
             for copy, flat, each in zip(copies, flats, buckets, strict=True)
         ],
     }
-    moves["pack"]()
+    moves["pack" if what == "split" else what]()
     for array in [array for each in arrays for array in each]:
         array.fill(0)
     moves["split"]()

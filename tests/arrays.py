@@ -34,6 +34,15 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(INTEGERS, ("sum", "prod", "min", "max")),
     "bool": ("min", "max"),
 }
+#: Those that NCCL lacks, and those that it has.
+NOT_ON_GPU = {name: OPERATORS[name] for name in ("int16", "uint16")} | dict.fromkeys(
+    ("complex64", "complex128"), ("prod",)
+)
+OPERATORS_ON_GPU = {
+    dtype: tuple(op for op in ops if op not in NOT_ON_GPU.get(dtype, ()))
+    for dtype, ops in OPERATORS.items()
+    if ops != NOT_ON_GPU.get(dtype)
+}
 #: What no reduction takes and that moves all the same, in host memory: time, records, foreign byte order, text.
 HOST_DTYPES = {
     "time": np.dtype("datetime64[s]"),
@@ -82,6 +91,11 @@ class DeviceArrays:
 def arrays_of(comm: Any) -> HostArrays | DeviceArrays:
     """The arrays of a communicator's device: CuPy's over NCCL, NumPy's elsewhere."""
     return HostArrays() if comm.device == "cpu" else DeviceArrays()
+
+
+def operators_of(comm: Any) -> dict[str, tuple[str, ...]]:
+    """The operators of each dtype that a communicator's device has."""
+    return OPERATORS if comm.device == "cpu" else OPERATORS_ON_GPU
 
 
 def arrays_for(comm: Any) -> list[HostArrays | DeviceArrays]:

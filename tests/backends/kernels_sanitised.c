@@ -41,7 +41,8 @@ static void *run(void *number) {
     memory.mapping.buf = mapping;
     memory.values = values;
     for (int call = 0; call < CALLS; call++) {
-        memory.spin_ns = next(&own) % 2 ? 0 : 20000;
+        memory.is_crowded = next(&own) % 2; /* spins or yields, or sleeps at once */
+        memory.without_yields = memory.is_crowded && next(&own) % 2 ? 1000 : 0;
         if (next(&own) % 16 == 0) usleep(next(&own) % 300);
         Call its = {.m = &memory, .phase = Py_None, .digest = (uint64_t)call, .layout = 1, .factor = rank + 1};
         const int kind = (int)(next(&drawn) % 6), n = 1 + (int)(next(&drawn) % (next(&drawn) % 2 ? 200 : LARGEST / 2));
@@ -58,6 +59,7 @@ static void *run(void *number) {
             its.digest += (uint64_t)rank;
             expect(has_begun && meet(&its) == DIGESTS_DIFFER, call, "meet");
         } else if (kind == 1) {
+            reduction.with_squares = call % 2;
             result = bytes <= SLOT ? all_reduce_small(&its, &reduction, &list, &list)
                                    : all_reduce_large(&its, &reduction, &list, &list);
             for (int i = 0; i < n; i++) {

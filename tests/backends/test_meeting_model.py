@@ -1,7 +1,8 @@
 """All interleavings of three ranks that meet, as _kernels.c does it: publish, arrive, wake, spin or sleep, read.
 
-In the model, a sleep does not end by itself: a wake-up that is lost is then a rank that sleeps for ever. Only where a
-rank has aborted, sleepers wake up, to look for failures. The model can fail: it finds each fault that the tests plant.
+Spins and yields change nothing, and are no steps. In the model, a sleep does not end by itself: a wake-up that is lost
+is then a rank that sleeps for ever. Only where a rank has aborted, sleepers wake up, to look for failures. The model
+can fail: it finds each fault that the tests plant.
 """
 
 from __future__ import annotations

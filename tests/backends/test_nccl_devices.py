@@ -1,6 +1,7 @@
 """NCCL and devices: which GPU a rank takes, what is refused before NCCL begins, and which arrays are reached there."""
 
 import ctypes
+import io
 import os
 import sys
 import types
@@ -9,6 +10,7 @@ import pytest
 
 import gradsync as gs
 from backends.on_cuda import HANGS, SIZE, assert_all, full, side_stream, total
+from gradsync.communicators.nccl import library
 from obstacle import Obstacle
 
 
@@ -143,6 +145,19 @@ def test_a_library_that_is_missing_is_named(rank, missing):
         del nccl
     with pytest.raises(gs.BackendUnavailable, match="(?i)" + missing):
         gs.init_process_group("nccl")
+
+
+def test_the_nccl_library_is_found_among_its_plugins(monkeypatch):
+    maps = [
+        "7f00-7f01 r-xp 0 08:01 1     /opt/amazon/lib/libnccl-net.so",
+        "7f02-7f03 r-xp 0 08:01 2     /opt/amazon/lib/libnccl-tuner-ofi.so.2",
+        "7f04-7f05 r-xp 0 08:01 3     /usr/lib/of nvidia/libnccl.so.2.32.3",
+    ]
+    monkeypatch.setattr(library, "open", lambda _: io.StringIO("\n".join(maps)), raising=False)
+    assert library.library_path() == "/usr/lib/of nvidia/libnccl.so.2.32.3"
+    maps.pop()
+    assert library.library_path() == "an unknown place"
+    assert library.last_error() == ""  # and nothing else of the library is asked
 
 
 # -- Which arrays -----------------------------------------------------------------------------------------------------

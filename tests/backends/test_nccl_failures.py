@@ -5,11 +5,14 @@ A collective that misses a rank never ends by itself, on a GPU as on the fake wi
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import sys
 import threading
+import time
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -54,6 +57,12 @@ def reduce_without_rank_1(comm, folder):
     return future
 
 
+def told(call, *arguments):
+    """For a thread: the error with which a call ends is none of the test's."""
+    with contextlib.suppress(gs.GradsyncError):
+        call(*arguments)
+
+
 def failure_of(comm):
     """What the end of the communicator is told as to a rank that waits for nothing."""
     wait_until(lambda: comm.closed)
@@ -66,22 +75,17 @@ def failure_of(comm):
 
 
 @pytest.mark.ranks(on={"fake": (3,), "gpu": (2,)}, environment=HANGS)
-def test_ranks_that_differ_are_told_before_data_move_and_go_on(comm):
+def test_steps_that_differ_are_told_before_data_move_and_the_ranks_go_on(comm):
     callback = gs.AllreduceCallback("sum", comm, threshold_bytes=1)
-    array, ranks = full(1, 3), set(range(comm.world_size))
-    attempts = {
-        "another bucket": lambda: step(callback, "abcdx" if comm.rank == 1 else "abcde"),
-        "another collective": lambda: comm.all_reduce(array) if comm.rank == 1 else step(callback, "abcde"),
-        "all differ": lambda: step(callback, "abcd" + "xyz"[comm.rank]),
-    }
-    for attempt in attempts.values():
+    ranks = set(range(comm.world_size))
+    for last in ("exe", "xyz"):  # one rank differs, all do
         for _ in range(3):
             assert_all(step(callback, "abcde")[1].result(), 2 * comm.world_size)
         with pytest.raises(gs.PlanMismatch) as raised:
-            attempt()
+            step(callback, "abcd" + last[comm.rank])
+        assert not raised.value.broken
         assert set(raised.value.descriptions) == set(raised.value.places) == ranks
         assert all(place.startswith(__file__) for place in raised.value.places.values())
-        assert_all(array, 1)
     assert_all(step(callback, "abcde")[1].result(), 2 * comm.world_size)
 
 
@@ -122,6 +126,42 @@ def test_the_deadline_of_a_call_that_blocks_the_host(comm):
     with pytest.raises(gs.CollectiveTimeout):
         step(callback)
         raise failure_of(comm)
+
+
+@pytest.fixture
+def noticed(tmp_path):
+    """A file that appears once the server, which runs in this process, says that a rank is waited for."""
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            text = record.getMessage()
+            if " waited " in text:
+                (tmp_path / "noticed").write_text(text)
+
+    handler = Handler()
+    logging.getLogger("gradsync").addHandler(handler)
+    yield tmp_path / "noticed"
+    logging.getLogger("gradsync").removeHandler(handler)
+
+
+@pytest.mark.slow  # after 5 s, which nothing can shorten
+@stuck
+@pytest.mark.parametrize("where", ["kernel", "call of NCCL"])
+def test_who_is_waited_for_is_said_long_before_the_deadline(comm, noticed, where):
+    """Whether the host is blocked in a call, or does something else."""
+    if where == "kernel":
+        comm.all_reduce(full(1))  # the first contact
+    if comm.rank == 1:
+        wait_until(noticed.exists)
+        comm.abort("seen")
+    else:
+        with pytest.raises(gs.RankFailed):
+            comm.all_reduce(full(1))
+            raise failure_of(comm)
+        text = noticed.read_text()
+        assert text.startswith("gradsync: rank 0 has waited 5")
+        assert f"all_reduce(sum) #{2 if where == 'kernel' else 1}" in text
+        assert "for rank 1" in text
 
 
 @stuck_with_deadline
@@ -261,13 +301,52 @@ def test_an_abort_waits_for_no_call_that_does_not_return(comm, tmp_path, held):
     if held == "the driver":
         cupy.cuda.Device.use = block
     else:
-        communicator_class().allReduce = block
+        communicator_class().allGather = block
         threading.Thread(target=comm.barrier, daemon=True).start()
         is_in_it.wait()
     comm.abort("enough")
     assert aborted.wait(30)
     cupy.cuda.Device.use = use
     lifted.set()
+
+
+@pytest.mark.ranks(2, on=("fake",), fresh=True)
+def test_an_abort_first_makes_a_blocked_call_return_where_nccl_can(comm):
+    """By ncclCommRevoke: the memory that the call uses is freed by ncclCommAbort."""
+    from gradsync.communicators.nccl import library
+
+    comm.barrier()
+    if comm.rank == 1:
+        failure_of(comm)
+        return
+    events, is_in_it, revoked, aborted = [], threading.Event(), threading.Event(), threading.Event()
+    abort = communicator_class().abort
+
+    def blocked(*_):
+        is_in_it.set()
+        revoked.wait()
+        events.append("the call has returned")
+
+    def revoke(communicator, flags):
+        events.append((communicator, flags))
+        threading.Timer(0.2, revoked.set).start()
+        return 0
+
+    def noted(raw):
+        events.append("abort")
+        abort(raw)
+        aborted.set()
+
+    handle = comm._backend._nccl._raw.comm
+    communicator_class().allReduce, communicator_class().abort = blocked, noted
+    library._nccl_function = lambda name: revoke if name == "ncclCommRevoke" else None
+    thread = threading.Thread(target=partial(told, comm.all_reduce, full(1)))
+    thread.start()
+    is_in_it.wait()
+    comm.abort("enough")
+    assert aborted.wait(30)
+    assert events == [(handle, 0), "the call has returned", "abort"]
+    thread.join()
 
 
 @stuck
@@ -568,7 +647,6 @@ def test_a_communicator_that_nobody_has_any_more_ends_and_the_world_goes_on(comm
     wait_until(lambda: threading.active_count() <= before + 2)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="until NCCL is rebuilt")
 @pytest.mark.ranks(2, on=("fake",), fresh=True)
 def test_it_is_destroyed_since_other_ranks_may_still_read_its_memory(comm):
     ends = note_ends()
@@ -581,7 +659,6 @@ def test_it_is_destroyed_since_other_ranks_may_still_read_its_memory(comm):
     assert ends == ["destroy"]
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="until NCCL is rebuilt")
 @pytest.mark.ranks(2, on=("fake",), fresh=True)
 def test_no_rank_but_0_makes_a_context_on_gpu_0(comm):
     """Half a GB of its memory each, and an error where the GPU is exclusive to one process."""
@@ -675,25 +752,122 @@ def test_a_slow_done_callback_keeps_no_failure_from_being_noticed(comm, tmp_path
             group.close()
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="until NCCL is rebuilt")
-@pytest.mark.slow  # 5 s until it fails
+# -- Threads ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, on=("fake", "gpu"), environment={"FAKE_CUPY_DELAY_MS": "1", **HANGS})
+def test_two_threads_with_a_communicator_each_launch_in_one_order(comm):
+    """Each in its turn, which is the same on all ranks; the collectives of both are under way together."""
+    import cupy
+
+    groups = [comm.new_group(range(comm.world_size)) for _ in range(2)]
+    for group in groups:
+        group.barrier()
+    turns, results, device = [threading.Semaphore(1), threading.Semaphore(0)], ([], []), cupy.cuda.Device()
+
+    def reduce(which):
+        with device:
+            for number in range(20):
+                turns[which].acquire()
+                array = full(comm.rank + number)
+                results[which].append((number, groups[which].asynchronous.all_reduce(array)))
+                turns[1 - which].release()
+
+    threads = [threading.Thread(target=reduce, args=[which]) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, future in (*results[0], *results[1]):
+        assert_all(future.result(), total(comm, number))
+    for group in groups:
+        group.close()
+
+
+@pytest.mark.ranks(2, on=("fake",), fresh=True)
+@pytest.mark.parametrize("for_ever", [False, True])
+def test_one_thread_at_a_time_launches_on_a_gpu(comm, for_ever):
+    """Not even in communicators of their own: NCCL's rule. The others wait, and not for ever."""
+    groups = [comm.new_group([0, 1]) for _ in range(2)]
+    for group in groups:
+        group.all_reduce(full(1))
+    is_in_it, goes_on, calls, reduce = threading.Event(), threading.Event(), [], communicator_class().allReduce
+
+    def dawdle(raw, *arguments):
+        calls.append(raw)
+        is_in_it.set()
+        goes_on.wait()
+        reduce(raw, *arguments)
+
+    communicator_class().allReduce = dawdle
+    arrays = [full(comm.rank) for _ in groups]
+    threads = [
+        threading.Thread(target=told, args=pair) for pair in zip([g.all_reduce for g in groups], arrays, strict=True)
+    ]
+    threads[0].start()
+    is_in_it.wait()
+    if for_ever:
+        groups[1]._backend.timeout_seconds = 0.1
+        with pytest.raises((gs.CollectiveTimeout, gs.RankFailed), match="launch all from one thread, or in the same"):
+            groups[1].all_reduce(arrays[1])
+    else:
+        threads[1].start()
+        time.sleep(0.1)
+    assert len(calls) == 1
+    goes_on.set()
+    for thread in threads[: 1 if for_ever else 2]:
+        thread.join()
+    if not for_ever:
+        for array in arrays:
+            assert_all(array, total(comm, 0))
+
+
 @stuck
 def test_failures_are_noticed_while_the_driver_answers_no_question(comm, tmp_path):
     """cudaEventQuery may wait for a lock of the driver's, which a hung kernel keeps: look for failures first."""
-    import cupy
+    from cupy.cuda._driver import _Driver
 
     future = reduce_without_rank_1(comm, tmp_path)
     if comm.rank == 1:
+        hear(tmp_path, "the driver no longer answers")
         comm.abort("enough")
         return
-    lifted, failed, query = threading.Event(), threading.Event(), cupy.cuda.runtime.eventQuery
+    lifted, failed, is_asked, query = threading.Event(), threading.Event(), threading.Event(), _Driver.cuEventQuery
     future.add_done_callback(lambda _: failed.set())
 
     def ask(event):
+        is_asked.set()
         lifted.wait()
         return query(event)
 
-    cupy.cuda.runtime.eventQuery = ask
-    noticed = failed.wait(5)
+    _Driver.cuEventQuery = staticmethod(ask)
+    is_asked.wait()
+    tell(tmp_path, "the driver no longer answers")
+    noticed = failed.wait(20)
     lifted.set()
     assert noticed
+
+
+@stuck_with_deadline
+def test_so_is_the_deadline_though_nobody_knows_whether_the_work_has_begun(comm, tmp_path):
+    from cupy.cuda._driver import _Driver
+
+    comm.all_reduce(full(1))  # the first contact
+    meet(tmp_path, comm, "all have met")
+    if comm.rank == 1:
+        assert isinstance(failure_of(comm), gs.CollectiveTimeout)
+        return
+    lifted, failed, query = threading.Event(), threading.Event(), _Driver.cuEventQuery
+
+    def ask(event):
+        if threading.current_thread().name == "gradsync-nccl-gpu":
+            lifted.wait()
+        return query(event)
+
+    _Driver.cuEventQuery = staticmethod(ask)
+    future = comm.asynchronous.all_reduce(full(1))
+    future.add_done_callback(lambda _: failed.set())
+    noticed = failed.wait(20)
+    lifted.set()
+    assert noticed
+    assert isinstance(future.exception(), gs.CollectiveTimeout)

@@ -87,12 +87,13 @@ def test_a_result_that_the_caller_drops_is_not_written_over_while_a_stream_reads
             future = comm.asynchronous.all_gather(full(comm.rank + step, SIZE // comm.world_size))
             wait_until(future.done)
             result = future.result()
-            other = callback("needs as much memory on its way", cupy.ones(SIZE, np.int16))
-            with Obstacle(own):
-                copy += result
-                del future, result
-                callback.flush()
-                wait_until(other.done)
+            other = callback("needs as much memory on its way", cupy.ones((50, SIZE // 50), np.float32).T)
+            obstacle = Obstacle(own)
+            copy += result
+            del future, result
+        with obstacle:
+            callback.flush()  # not on the stream that is held up
+            wait_until(other.done)
         assert sorted(set(copy.get(stream=own).tolist())) == [peer + step for peer in range(comm.world_size)]
 
 
@@ -159,14 +160,14 @@ def test_sources_and_targets_on_the_host_and_on_the_device_mix(comm):
 
     n, rank = comm.world_size, comm.rank
     ranks = list(range(1, n + 1))
-    on_device = cupy.full((n, 3), rank + 1, np.int16)
+    on_device = cupy.full((n, 3), rank + 1, np.int32)
 
     def host(array):
         return array if isinstance(array, np.ndarray) else array.get()
 
     for source in (on_device, on_device.get()):
         for make in (cupy.zeros, np.zeros):
-            whole, part, block = make((n * n, 3), np.int16), make((1, 3), np.int16), make((n, 3), np.int16)
+            whole, part, block = make((n * n, 3), np.int32), make((1, 3), np.int32), make((n, 3), np.int32)
             comm.all_gather(source, out=whole)
             assert host(whole)[::n, 0].tolist() == ranks
             comm.reduce_scatter(source, out=part)
@@ -196,16 +197,16 @@ def test_a_host_array_is_read_and_written_in_the_order_of_the_collectives(comm):
 
 
 @pytest.mark.ranks(on={"fake": (3,), "gpu": (2,)})
-def test_means_of_half_precision_are_rounded_once(comm):
-    """Of sums that the dtype has, so that no hop of NCCL's rounds: what is wrong then is the mean alone."""
+def test_means_of_half_precision_are_divided_before_and_exactly(comm):
+    """Of multiples of the number of ranks, so that no hop of NCCL's rounds: what is wrong then is the mean alone."""
     import cupy
 
     n, rank = comm.world_size, comm.rank
     uneven = [3000 - 10 * (n - 1), *[10] * (n - 1)]
     part, begin = slice(rank * 3000 // n, (rank + 1) * 3000 // n), sum(uneven[:rank])
     for name, bits in (("float16", 11), ("bfloat16", 8)):
-        drawn = [np.random.default_rng([6, peer]).integers(0, 2**bits // n, 3000) for peer in range(n)]
-        wanted = (sum(drawn) / n).astype(dtype_of(name))
+        drawn = [n * np.random.default_rng([6, peer]).integers(0, 2**bits // n // n, 3000) for peer in range(n)]
+        wanted = (sum(drawn) // n).astype(dtype_of(name))
         source = cupy.asarray(drawn[rank].astype(dtype_of(name)))
         reduced = comm.reduce(source, "mean", root=0, out=cupy.empty_like(source))
         assert rank != 0 or (reduced.get() == wanted).all()

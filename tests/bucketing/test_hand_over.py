@@ -72,6 +72,21 @@ def test_an_unknown_option_is_a_type_error_with_the_right_word(option, advice):
     assert advice in str(raised.value)
 
 
+@pytest.mark.ranks(2, on=("fake",))
+@pytest.mark.parametrize("dtype", ["int16", "uint16"])
+def test_over_nccl_dtypes_that_it_lacks_are_refused_at_the_hand_over(comm, dtype):
+    mine, sync = arrays_of(comm).put(np.ones(3, dtype)), gs.AllreduceCallback("sum", comm)
+    for call in (
+        lambda: sync("w", mine),
+        lambda: gs.AllreduceCallback("sum", comm, parameters={"w": ((3,), dtype)}),
+        lambda: gs.AllreduceCallback("sum", comm, parameters={"w": mine}),
+        lambda: gs.pack_allreduce_split([mine], [(3,)], comm, "sum"),
+    ):
+        with pytest.raises(gs.UnsupportedDtype, match=f"NCCL does not reduce {dtype}.*astype"):
+            call()
+    assert (arrays_of(comm).get(step(sync, {"w": mine.astype("int32")})["w"]) == 2).all()
+
+
 @pytest.mark.parametrize("options", [{}, {"parameters": PARAMETERS}, {"threshold_bytes": 1}], ids=repr)
 def test_a_refused_gradient_leaves_no_trace(alone, options):
     """Whatever is refused, in each step, whether the arrays come again or not."""

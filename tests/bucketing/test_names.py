@@ -298,9 +298,7 @@ WAYS = {
 
 
 @pytest.mark.ranks(on={"shm": (3,), "fake": (2,)})
-@pytest.mark.parametrize(
-    ("way", "right_steps"), [*[(way, 0) for way in WAYS], ("two lines", 2), ("two lines, views", 2)]
-)
+@pytest.mark.parametrize(("way", "right_steps"), [*[(way, 0) for way in WAYS], ("two lines", 2)])
 def test_callbacks_that_are_used_crosswise_are_a_mismatch(comm, way, right_steps):
     """At the first use and later; all ranks hear of it, and go on in one order."""
     generator, discriminator = WAYS[way](comm)
@@ -315,6 +313,25 @@ def test_callbacks_that_are_used_crosswise_are_a_mismatch(comm, way, right_steps
     assert "name=" in str(raised.value)  # the remedy
     for _ in range(2):
         assert [reduce_one(comm, generator, 1), reduce_one(comm, discriminator, 1000)] == [1.0, 1000.0]
+
+
+@pytest.mark.ranks(on={"shm": (3,), "debug": (2,)})
+def test_callbacks_with_parameters_that_are_used_crosswise_after_right_steps(comm):
+    test_callbacks_that_are_used_crosswise_are_a_mismatch(comm, "two lines, views", 2)
+
+
+@pytest.mark.ranks(2, on=("fake",), fresh=True)
+def test_over_nccl_that_is_found_after_the_launch_and_ends_the_communicator(comm):
+    generator, discriminator = WAYS["two lines, parameters"](comm)
+    for _ in range(2):
+        assert [reduce_one(comm, generator, 1), reduce_one(comm, discriminator, 1000)] == [1.0, 1000.0]
+    with pytest.raises(gs.PlanMismatch) as raised:
+        for sync in (discriminator, generator) * 2 if comm.rank else (generator, discriminator) * 2:
+            reduce_one(comm, sync, 1)
+    assert raised.value.broken
+    assert raised.value.descriptions[0] != raised.value.descriptions[1]
+    assert "name=" in str(raised.value)  # the remedy
+    assert comm.closed
 
 
 FIRST_USES = {

@@ -89,7 +89,7 @@ def test_every_kind_of_gradient_has_its_weighted_mean(comm, threshold_bytes, is_
             assert_close(arrays.get(results[name]), wanted, SPECS[name][1], 2 * n)
 
 
-@pytest.mark.ranks(on={"shm": (1, 2, 3), "fake": (2,)})
+@pytest.mark.ranks(1, 2, 3, on=("shm",))
 def test_equal_weights_are_the_plain_mean_bit_for_bit(comm):
     """To a hook too."""
     arrays, seen = arrays_of(comm), []
@@ -113,7 +113,7 @@ def test_equal_weights_are_the_plain_mean_bit_for_bit(comm):
 
 @pytest.mark.ranks(2, on=("shm", "fake"))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("weights", [(1000.0, 3000.0), (1.7e308, 1e308), (5e-324, 1e-323), (2**40, 1)])
+@pytest.mark.parametrize("weights", [(1000.0, 3000.0), (1.7e308, 1e308), (5e-320, 1e-319), (2**40, 1)])
 def test_no_weight_makes_a_mean_overflow(comm, dtype, weights):
     arrays, largest = arrays_of(comm), {"float16": 6.5e4, "bfloat16": 3e38, "float32": 3e38}[dtype]
     sync = gs.AllreduceCallback("mean", comm)
@@ -121,17 +121,18 @@ def test_no_weight_makes_a_mean_overflow(comm, dtype, weights):
     np.testing.assert_allclose(arrays.get(result).astype(float), largest, rtol=1e-2)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, on=("shm", "fake"))
 def test_a_hook_sees_weighted_values_and_a_sum(comm):
-    seen = []
+    seen, arrays = [], arrays_of(comm)
 
     def hook(bucket):
-        seen.append((bucket.op, bucket.buffer.tolist()))
+        seen.append((bucket.op, arrays.get(bucket.buffer).tolist()))
         comm.all_reduce(bucket.buffer, bucket.op)
 
     sync = gs.AllreduceCallback("mean", comm)
     sync.register_hook(hook)
-    results = weighted_step(sync, 1 + 2 * comm.rank, {"a": np.full(2, 4.0), "b": np.full(1, 8.0 * comm.rank)})
+    mine = {"a": arrays.put(np.full(2, 4.0)), "b": arrays.put(np.full(1, 8.0 * comm.rank))}
+    results = weighted_step(sync, 1 + 2 * comm.rank, mine)
     assert seen == [("sum", [1.0, 1.0, 0.0] if comm.rank == 0 else [3.0, 3.0, 6.0])]
     assert (results["a"].tolist(), results["b"].tolist()) == ([4.0, 4.0], [6.0])
 
@@ -199,7 +200,7 @@ def test_all_ranks_leave_an_uneven_loop_in_the_same_step(comm, options, hands_ov
 @pytest.mark.ranks(1, 2, on=("shm", "fake"))
 @pytest.mark.parametrize("options", [{}, {"parameters": SHAPES}, {"parameters": SHAPES, "missing": "zero"}], ids=repr)
 def test_where_all_weights_are_0_nothing_is_reduced(comm, options):
-    """In the first step too: no rank knows a gradient. Arrays stay as they are, and nobody takes them for results."""
+    """In the first step too: no rank knows a gradient. Nobody takes arrays for results; a CPU's are as they were."""
     arrays = arrays_of(comm)
     sync = gs.AllreduceCallback("mean", comm, clip_norm=1.0, nonfinite="raise", **options)
     for number in range(3):
@@ -212,7 +213,8 @@ def test_where_all_weights_are_0_nothing_is_reduced(comm, options):
             assert isinstance(future.exception(), gs.GradientCancelled)
             with pytest.raises(gs.GradientCancelled, match="total_weight"):
                 future.result()
-            np.testing.assert_array_equal(arrays.get(mine), [np.nan, comm.rank, 7.0])
+            if comm.device == "cpu":
+                np.testing.assert_array_equal(mine, [np.nan, comm.rank, 7.0])
     whole = {name: arrays.put(np.ones(*spec)) for name, spec in SHAPES.items()}
     assert (arrays.get(weighted_step(sync, 3, whole)["a"]) <= 1).all()
 

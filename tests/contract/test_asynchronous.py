@@ -14,7 +14,7 @@ from arrays import arrays_for, arrays_of, assert_identical
 from bucketing.reference import Heard
 from collectives import collectives
 from commands import wait_until
-from ranks import ALSO_ALONE, EVERYWHERE, ON_GPU, SEVERAL
+from ranks import ALSO_ALONE, COMPARED, EVERYWHERE, ON_GPU
 
 SHAPES = [(4,), (400, 4), (60_000,)]
 
@@ -128,7 +128,7 @@ def test_a_wrong_argument_is_refused_by_the_call(comm):
             future.result(wrong)
 
 
-@pytest.mark.ranks(on=SEVERAL)
+@pytest.mark.ranks(on=COMPARED)
 def test_disagreement_fails_only_its_future(comm):
     arrays = arrays_of(comm)
     odd = comm.rank == comm.world_size - 1
@@ -146,7 +146,7 @@ def test_disagreement_fails_only_its_future(comm):
         assert (arrays.get(future.result()) == comm.world_size).all()
 
 
-@pytest.mark.ranks(on={"shm": (2,), "pipes": (2,), "fake": (2,), "mpi": (2,)})
+@pytest.mark.ranks(on=dict.fromkeys(COMPARED, (2,)))
 def test_a_failure_that_nobody_asks_for_is_logged_once(comm):
     """On the CPU as its future is deleted: nothing in it waits for the garbage collector, and its arrays go with it."""
     if comm.device == "cpu":

@@ -7,7 +7,7 @@ import pytest
 
 import gradsync as gs
 from arrays import arrays_of, assert_identical
-from ranks import SEVERAL
+from ranks import COMPARED
 
 
 def collectives(comm, array):
@@ -62,7 +62,7 @@ def assert_usable(comm):
     assert (arrays.get(comm.all_reduce(arrays.put(np.ones(3)))) == comm.world_size).all()
 
 
-@pytest.mark.ranks(on=SEVERAL | {"gpu": (2,)})
+@pytest.mark.ranks(on=COMPARED)
 def test_each_pair_of_collectives(comm):
     array = arrays_of(comm).put(np.full((4 * comm.world_size, 3), 1.0))
     calls = collectives(comm, array)
@@ -75,7 +75,7 @@ def test_each_pair_of_collectives(comm):
     assert_usable(comm)
 
 
-@pytest.mark.ranks(on=SEVERAL)
+@pytest.mark.ranks(on=COMPARED)
 def test_each_collective_of_other_arrays(comm):
     """Other dtypes and numbers of columns, and sizes for which a collective may take another way."""
     n, arrays = comm.world_size, arrays_of(comm)
@@ -94,7 +94,7 @@ def test_each_collective_of_other_arrays(comm):
         assert_usable(comm)
 
 
-@pytest.mark.ranks(on=SEVERAL)
+@pytest.mark.ranks(on=COMPARED)
 def test_sources_and_targets_in_one_memory_are_not_written(comm):
     """Where one rank does something else, the others' outs are as they were, and so is what they were to send."""
     n, arrays = comm.world_size, arrays_of(comm)
@@ -120,7 +120,7 @@ def test_sources_and_targets_in_one_memory_are_not_written(comm):
         assert_usable(comm)
 
 
-@pytest.mark.ranks(on=SEVERAL)
+@pytest.mark.ranks(on=COMPARED)
 def test_numbers_of_rows(comm):
     """Rows that must be equal, and are not; sizes of which each rank believes others; rows that are not expected."""
     n, odd, arrays = comm.world_size, comm.rank == comm.world_size - 1, arrays_of(comm)
@@ -148,7 +148,27 @@ def test_numbers_of_rows(comm):
     assert_usable(comm)
 
 
-@pytest.mark.ranks(2, on=("shm", "fake"))
+@pytest.mark.ranks(
+    2,
+    on=("fake",),
+    fresh=True,
+    options={"collective_timeout_seconds": 1.5},
+    environment={"FAKE_CUPY_HANG": "1"},
+)
+@pytest.mark.parametrize("odd", ["all_reduce of other rows", "broadcast", "all_to_all"])
+def test_over_nccl_without_debug_the_deadline_tells(comm, odd):
+    """The kernels hang, or do something wrong; what both ranks called is in the error."""
+    array = arrays_of(comm).put(np.full((8, 3), 1.0))
+    calls = collectives(comm, array) | {"all_reduce of other rows": lambda: comm.all_reduce(array[:6])}
+    with pytest.raises(gs.CollectiveTimeout) as raised:
+        calls[odd if comm.rank else "all_reduce"]()
+        comm.barrier()
+    for text in ("all_reduce(sum)", odd.partition(" ")[0].rstrip(","), "test_disagreement.py"):
+        assert text in str(raised.value)
+    assert comm.closed
+
+
+@pytest.mark.ranks(2, on=("shm", "debug"))
 def test_ranks_that_gather_unequal_rows_are_told_to_pass_sizes(comm):
     arrays = arrays_of(comm)
     for gather in (comm.all_gather, comm.gather):

@@ -175,7 +175,7 @@ def test_refused_groups(comm):
         group.barrier()
 
 
-@pytest.mark.ranks(3, on=("shm", "fake", "mpi"))
+@pytest.mark.ranks(3, on=("shm", "debug", "mpi"))
 def test_disagreement_within_a_group_names_ranks_of_the_world(comm):
     """Other ranks and groups do not notice."""
     group, arrays = comm.new_group([2, 1]), arrays_of(comm)

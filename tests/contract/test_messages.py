@@ -17,7 +17,7 @@ from arrays import (
     in_layout,
     read_only,
 )
-from ranks import ALSO_ALONE, EVERYWHERE, ON_GPU, SEVERAL
+from ranks import ALSO_ALONE, COMPARED, EVERYWHERE, ON_GPU, SEVERAL
 
 SHAPES = [(), (0,), (7,), (5, 3), (2, 0, 3), (20_011,), (200_003,)]  # the last one in many pieces
 LARGE_DTYPES = ("bool", "bfloat16", "complex128", "record")
@@ -97,7 +97,7 @@ def test_exchange_meets_send_and_recv(comm):
         assert_identical(arrays.get(other), contribution(0, 1000, "float64"))
 
 
-@pytest.mark.ranks(on={"shm": (2, 3), "fake": (2,), "mpi": (2, 3)})
+@pytest.mark.ranks(on=COMPARED)
 @pytest.mark.parametrize(
     ("sent", "wanted"),
     [

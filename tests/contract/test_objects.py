@@ -7,7 +7,7 @@ import pytest
 
 import gradsync as gs
 from arrays import arrays_of
-from ranks import ALSO_ALONE, EVERYWHERE, ON_GPU, SEVERAL
+from ranks import ALSO_ALONE, COMPARED, EVERYWHERE, ON_GPU, SEVERAL
 
 PAIRS = {"shm": (2, 3), "pipes": (2,), "fake": (2,), "mpi": (2,)}
 
@@ -128,7 +128,7 @@ def test_refused_arguments(comm):
     assert comm.objects.all_gather(comm.rank) == list(range(n))
 
 
-@pytest.mark.ranks(on=SEVERAL)
+@pytest.mark.ranks(on=SEVERAL | COMPARED)
 def test_ranks_that_call_other_methods_disagree(comm):
     objects, odd = comm.objects, comm.rank == comm.world_size - 1
     for attempt in (
@@ -214,7 +214,7 @@ def test_only_the_receiver_raises_if_it_cannot_unpickle(comm):
     comm.barrier()
 
 
-@pytest.mark.ranks(on=PAIRS)
+@pytest.mark.ranks(on=COMPARED)
 @pytest.mark.parametrize("size", [0, 1, 8, 500_000])
 @pytest.mark.parametrize("who", ["sender", "receiver", "pending receiver"])
 def test_an_object_against_an_array(comm, who, size):

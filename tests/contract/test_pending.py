@@ -15,11 +15,13 @@ import gradsync as gs
 from arrays import LAYOUTS, arrays_of, assert_identical, contribution, in_layout
 from bucketing.reference import Heard
 from commands import wait_until
-from ranks import SEVERAL
+from ranks import COMPARED, SEVERAL
 
 #: Rings and the like differ with the number of ranks.
 RINGS = {"shm": (2, 3, 5), "pipes": (2, 4), "fake": (2,), "mpi": (2, 3, 5)}
 PAIR = {"shm": (2,), "pipes": (2,), "fake": (2,), "mpi": (2,)}
+BESIDE_HOST = {place: sizes for place, sizes in RINGS.items() if place != "fake"}
+COMPARED_PAIR = dict.fromkeys(COMPARED, (2,))
 SHORT = {"options": {"collective_timeout_seconds": 1.5}, "fresh": True}
 SIZES = [0, 1, 1000, 300_000]  # the last one is larger than any buffer
 
@@ -80,45 +82,90 @@ PROGRAMS = [
     "irecv, isend, wait 0, wait 1",
     "irecv, isend, wait 1, wait 0",
     "isend, irecv, isend, irecv, wait 3, wait 0, wait 2, wait 1",
-    "irecv, irecv, send, send, wait 1, wait 0",
-    "isend, isend, recv, recv, wait 0, wait 1",
+    "irecv, irecv, isend, isend, wait 0, wait 1, wait 2, wait 3",
     "irecv, isend, exchange, isend, recv, wait 2, wait 0, wait 1",
     "isend, irecv, exchange, wait 1, wait 0",
     "iexchange, exchange, wait 0",
     "iexchange, iexchange, wait 1, wait 0",
     "iexchange, isend, recv, wait 1, wait 0",
     "isend, irecv, all_reduce, wait 1, wait 0",
+    "irecv, isend, group, wait 1, wait 0",
+]
+
+#: Not over NCCL, which runs what this rank has called in order: a message waits for what comes after it.
+OUT_OF_ORDER = [
+    "irecv, irecv, send, send, wait 1, wait 0",
+    "isend, isend, recv, recv, wait 0, wait 1",
     "irecv, barrier, isend, wait 0, wait 1",
     "irecv, barrier, send, wait 0",
     "isend, objects, recv, wait 0",
     "irecv, split, isend, objects, wait 1, wait 0",
-    "irecv, isend, group, wait 1, wait 0",
 ]
+
+
+def run(ring, program):
+    """Makes the calls of a program, and returns the futures of the asynchronous ones."""
+    comm, futures = ring.comm, []
+    for call in program.split(", "):
+        word, _, number = call.partition(" ")
+        if word == "wait":
+            futures[int(number)].result()
+            assert futures[int(number)].done() or comm.device != "cpu"
+        elif word == "all_reduce":
+            assert total(comm) == comm.world_size
+        elif word == "barrier":
+            comm.barrier()
+        elif word == "objects":
+            assert comm.objects.all_gather(comm.rank) == list(range(comm.world_size))
+        elif word in ("split", "group"):
+            (comm.split(0) if word == "split" else comm.new_group(range(comm.world_size))).close()
+        elif word.startswith("i"):
+            futures.append(getattr(ring, word)())
+        else:
+            getattr(ring, word)()
+    return futures
 
 
 @pytest.mark.ranks(on=RINGS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_rings(comm, program):
     for size in SIZES:
-        ring, futures = Ring(comm, size), []
-        for call in program.split(", "):
-            word, _, number = call.partition(" ")
-            if word == "wait":
-                futures[int(number)].result()
-                assert futures[int(number)].done() or comm.device != "cpu"
-            elif word == "all_reduce":
-                assert total(comm) == comm.world_size
-            elif word == "barrier":
-                comm.barrier()
-            elif word == "objects":
-                assert comm.objects.all_gather(comm.rank) == list(range(comm.world_size))
-            elif word in ("split", "group"):
-                (comm.split(0) if word == "split" else comm.new_group(range(comm.world_size))).close()
-            elif word.startswith("i"):
-                futures.append(getattr(ring, word)())
-            else:
-                getattr(ring, word)()
+        ring = Ring(comm, size)
+        run(ring, program)
         ring.check()
+
+
+@pytest.mark.ranks(on=BESIDE_HOST)
+@pytest.mark.parametrize("program", OUT_OF_ORDER)
+def test_rings_in_which_messages_wait_for_later_calls(comm, program):
+    test_rings(comm, program)
+
+
+@pytest.mark.ranks(2, on=("fake",), fresh=True)
+@pytest.mark.parametrize(
+    "programs",
+    [
+        ("send, recv", "irecv, isend, wait 0"),
+        ("exchange", "recv, send"),
+        ("isend, send, recv", "irecv, irecv, isend, wait 2"),
+    ],
+    ids=" | ".join,
+)
+def test_over_nccl_the_first_messages_of_two_ranks_may_be_launched_in_other_groups(comm, programs):
+    """NCCL connects two ranks for the ways that a group has, and fails if the groups of both have others."""
+    ring = Ring(comm, 1000)
+    run(ring, programs[comm.rank])
+    comm.barrier()
+    ring.check()
+
+
+@pytest.mark.ranks(2, on=("fake",), environment={"FAKE_CUPY_HANG": "1"}, **SHORT)
+@pytest.mark.parametrize("program", OUT_OF_ORDER[::3])
+def test_over_nccl_these_end_at_the_deadline(comm, program):
+    with pytest.raises(gs.CollectiveTimeout):
+        run(Ring(comm, 1000), program)
+        comm.barrier()  # which waits for them
+    assert comm.closed
 
 
 #: What rank 0 calls, and what rank 1 calls.
@@ -127,12 +174,7 @@ PAIRS = [
     ("isend, all_reduce, wait 0", "irecv, all_reduce, wait 0"),
     ("isend, barrier, wait 0", "irecv, barrier, wait 0"),
     ("irecv, barrier, wait 0", "send, barrier"),
-    ("irecv, barrier, wait 0", "barrier, send"),
-    ("barrier, isend, wait 0", "irecv, barrier, wait 0"),
-    ("isend, barrier, barrier, wait 0", "barrier, irecv, barrier, wait 0"),
-    ("isend, isend, isend, barrier, wait 2, wait 1, wait 0", "recv, recv, barrier, recv"),
     ("isend, group, wait 0", "recv, group"),
-    ("group, isend, wait 0", "irecv, group, wait 0"),
     ("irecv, group, wait 0", "send, group"),
     ("isend, objects, wait 0", "recv, objects"),
     ("isend, sobject, wait 0", "recv, robject"),
@@ -141,6 +183,14 @@ PAIRS = [
     ("isend, flush, wait 0", "recv, flush"),
     ("isend, bcast, wait 0", "recv, bcast"),
     ("isend, check, wait 0", "recv, check"),
+]
+#: Not over NCCL, as above.
+OUT_OF_ORDER_PAIRS = [
+    ("irecv, barrier, wait 0", "barrier, send"),
+    ("barrier, isend, wait 0", "irecv, barrier, wait 0"),
+    ("isend, barrier, barrier, wait 0", "barrier, irecv, barrier, wait 0"),
+    ("isend, isend, isend, barrier, wait 2, wait 1, wait 0", "recv, recv, barrier, recv"),
+    ("group, isend, wait 0", "irecv, group, wait 0"),
 ]
 
 
@@ -178,6 +228,12 @@ def test_two_ranks_that_call_different_things(comm, programs):
             else:
                 getattr(ring, word)()
         ring.check()
+
+
+@pytest.mark.ranks(on=dict.fromkeys(BESIDE_HOST, (2,)))
+@pytest.mark.parametrize("programs", OUT_OF_ORDER_PAIRS, ids=" | ".join)
+def test_two_ranks_whose_messages_wait_for_later_calls(comm, programs):
+    test_two_ranks_that_call_different_things(comm, programs)
 
 
 @pytest.mark.ranks(on=RINGS)
@@ -222,7 +278,8 @@ def test_random_programs_of_messages(comm, seed):
             if sender == receiver:
                 continue
             sizes = [common.choice((0, 5, 5, 700, 90_000)) for _ in range(common.choice((0, 1, 2, 4)))]
-            last, who = common.randrange(3), common.choice((sender, receiver))  # the last ones block on one of the two
+            # The last ones block on one of the two; over NCCL one at most, which cannot wait for one to come.
+            last, who = common.randrange(3 if comm.device == "cpu" else 2), common.choice((sender, receiver))
             for at, size in enumerate(sizes):
                 count += 1
                 way = ("send", receiver) if rank == sender else ("recv", sender) if rank == receiver else None
@@ -316,7 +373,7 @@ def test_nothing_moves_before_this_rank_waits_and_done_moves_it(comm, tmp_path):
     comm.barrier()
 
 
-@pytest.mark.ranks(on=PAIR)
+@pytest.mark.ranks(on=dict.fromkeys(BESIDE_HOST, (2,)))
 @pytest.mark.parametrize("what", ["irecv", "isend"])
 def test_the_wait_for_a_late_peer_may_be_short(comm, what, tmp_path):
     ring = Ring(comm, 1_000_000)
@@ -337,6 +394,27 @@ def test_the_wait_for_a_late_peer_may_be_short(comm, what, tmp_path):
         ring.send() if what == "irecv" else ring.recv()
     ring.check()
     assert total(comm) == 2
+
+
+@pytest.mark.ranks(2, on=("fake",))
+def test_over_nccl_the_host_waits_for_a_late_peer_if_its_own_memory_is_written(comm, tmp_path):
+    """On the device result() makes the stream wait."""
+    ring, room = Ring(comm, 3), np.zeros(3, np.int64)
+    ring.exchange()  # where two ranks meet for the first time, the call that launches waits as well
+    if comm.rank == 0:
+        future = comm.asynchronous.recv(room, 1)
+        with pytest.raises(gs.CollectiveTimeout):
+            future.result(0.05)
+        assert not future.done()
+        assert ring.irecv().result(0) is not None
+        (tmp_path / "enough").touch()
+        assert future.result(60) is room
+        assert (room == 7).all()
+    else:
+        wait_until((tmp_path / "enough").exists)
+        comm.send(np.full(3, 7), 0)
+        ring.send()
+    ring.check()
 
 
 @pytest.mark.ranks(on=PAIR)
@@ -376,7 +454,6 @@ def test_done_callbacks_of_messages(comm):
 @pytest.mark.ranks(on=PAIR)
 def test_a_done_callback_may_begin_no_message(comm):
     arrays, other, array = arrays_of(comm), 1 - comm.rank, arrays_of(comm).put(np.ones(3))
-    pending = comm.asynchronous.recv(arrays.put(np.zeros(3)), other)
     outcomes = SimpleQueue()
 
     def attempt(_):
@@ -395,9 +472,10 @@ def test_a_done_callback_may_begin_no_message(comm):
                 outcomes.put(type(error))
         outcomes.put(pending.done())
 
-    comm.asynchronous.all_reduce(arrays.put(np.ones(3))).add_done_callback(attempt)
+    future = comm.asynchronous.all_reduce(arrays.put(np.ones(3)))
+    pending = comm.asynchronous.recv(arrays.put(np.zeros(3)), other)
+    future.add_done_callback(attempt)
     assert [outcomes.get(timeout=60) for _ in range(8)] == [gs.InvalidArgument] * 6 + [gs.FutureNotReady, False]
-    comm.barrier()  # the other rank is past its all_reduce, in which the message could have arrived
     comm.send(array, other)
     assert (arrays.get(pending.result()) == 1).all()
 
@@ -405,7 +483,7 @@ def test_a_done_callback_may_begin_no_message(comm):
 # -- Disagreement -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(on=PAIR)
+@pytest.mark.ranks(on=COMPARED_PAIR)
 @pytest.mark.parametrize("forms", [*product(["pending", "blocking"], repeat=2)], ids="-".join)
 def test_both_ranks_hear_of_a_message_that_does_not_fit(comm, forms):
     """Also where another one is before it, and one after it; and whoever looks how: each is told."""
@@ -439,7 +517,7 @@ def test_both_ranks_hear_of_a_message_that_does_not_fit(comm, forms):
         assert total(comm) == 2
 
 
-@pytest.mark.ranks(on=PAIR)
+@pytest.mark.ranks(on=COMPARED_PAIR)
 def test_a_message_that_does_not_fit_ends_in_a_collective_too(comm):
     """It does not disturb that collective; nobody reads its future, and so it is logged, once."""
     arrays, form = arrays_of(comm), comm.asynchronous
@@ -463,7 +541,7 @@ def test_a_message_that_does_not_fit_ends_in_a_collective_too(comm):
     assert sum("PlanMismatch" in line for line in lines) == 2
 
 
-@pytest.mark.ranks(on={"shm": (2, 3), "pipes": (2,), "fake": (2,)}, **SHORT)
+@pytest.mark.ranks(on={"shm": (2, 3), "pipes": (2,), "fake": (2,)}, environment={"FAKE_CUPY_HANG": "1"}, **SHORT)
 def test_a_message_against_a_collective_ends_at_the_deadline(comm):
     """Whoever waits where is in the error. (0.2 raised PlanMismatch.)"""
     with pytest.raises(gs.CollectiveTimeout) as raised:

@@ -3,7 +3,8 @@
 A program is a list of operations that all ranks run. Each computes on its own what all others contributed, and compares
 every number with NumPy in float64, and its bits with those of the other ranks. Where a mistake was planted, every rank
 that takes part in that operation must raise PlanMismatch, no other may notice, and the communicators go on. On the CPU
-no gradient of a step has changed then, and the same callbacks repeat it.
+no gradient of a step has changed then, and the same callbacks repeat it. Over NCCL mistakes are planted where the ranks
+compare everything; only that a rank lacks a gradient of an agreed plan, which ends the world, is none of them.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 import gradsync as gs
-from arrays import FLOATS, INTEGERS, TOLERANCE, arrays_of, assert_close, contribution, dtype_of, reduced
+from arrays import (
+    FLOATS,
+    OPERATORS,
+    OPERATORS_ON_GPU,
+    TOLERANCE,
+    arrays_of,
+    assert_close,
+    contribution,
+    dtype_of,
+    reduced,
+)
 
 SHAPES = [(), (0, 3), (1,), (7,), (3, 5), (2, 1, 4), (33, 3), (700,), (70_001,)]
-OPS = {
-    **dict.fromkeys(FLOATS, ("sum", "mean", "prod", "min", "max")),
-    **dict.fromkeys(("complex64", "complex128"), ("sum", "mean", "prod")),
-    **dict.fromkeys(INTEGERS, ("sum", "prod", "min", "max")),
-    "bool": ("min", "max"),
-}
+OPS = {"shm": OPERATORS, "fake": OPERATORS_ON_GPU, "debug": OPERATORS_ON_GPU}
 
 
 class Operation(NamedTuple):
@@ -81,14 +87,14 @@ KINDS = [
 
 
 @st.composite
-def operations(draw):
-    dtype = draw(st.sampled_from(list(OPS)))
+def operations(draw, ops):
+    dtype = draw(st.sampled_from(list(ops)))
     return Operation(
         draw(st.sampled_from(KINDS)),
         draw(st.integers(0, 5)),
         draw(st.sampled_from(SHAPES)),
         dtype,
-        draw(st.sampled_from(OPS[dtype])),
+        draw(st.sampled_from(ops[dtype])),
         draw(st.integers(0, 10**6)),
         draw(st.booleans()),
     )
@@ -99,10 +105,10 @@ MISTAKES_OF_STEPS = MISTAKES[3:]
 
 
 @st.composite
-def programs(draw):
-    body = draw(st.lists(operations(), min_size=1, max_size=25))
-    mistake = draw(st.none() | st.tuples(st.integers(0, len(body) - 1), st.integers(0, 3), st.sampled_from(MISTAKES)))
-    return Program(body, mistake)
+def programs(draw, place):
+    body = draw(st.lists(operations(OPS[place]), min_size=1, max_size=25))
+    mistakes = st.tuples(st.integers(0, len(body) - 1), st.integers(0, 3), st.sampled_from(MISTAKES))
+    return Program(body, None if place == "fake" else draw(st.none() | mistakes))
 
 
 # -- On a rank ---------------------------------------------------------------------------------------------------------
@@ -197,10 +203,11 @@ class Rank:
     def err_in_step(self, operation: Operation, mistake: str) -> None:
         callback = self.callback(operation)
         shapes, is_known = dict(callback.gradients), "parameters" in callback.options
+        is_agreed = is_known and self.group.device != "cpu"
         weight: Any = self.weight(operation, callback)
         if mistake == "another weight" and callback.options["reduce_method"] == "mean":
             self.step(operation, weight=3 if weight is None else None)
-        elif mistake == "no gradient" and weight != 0 and callback.options.get("missing") != "zero":
+        elif mistake == "no gradient" and weight != 0 and callback.options.get("missing") != "zero" and not is_agreed:
             del shapes["w"]
             self.step(operation, shapes)
         elif mistake in ("another shape", "another dtype", "another name") and weight != 0 and not is_known:
@@ -493,12 +500,12 @@ def run_program(comm: Any, program: Program) -> None:
 
 # -- In pytest --------------------------------------------------------------------------------------------------------
 
-SIZES = {"shm": 3, "fake": 2}
+SIZES = {"shm": 3, "fake": 2, "debug": 2}
 
 
 def run_programs(run_on_ranks, place, examples):
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck), print_blob=True)
-    @given(programs())
+    @given(programs(place))
     def check(program):
         note(f"{len(program.operations)} operations, mistake: {program.mistake}")
         run_on_ranks(SIZES[place], run_program, program, on=place)
@@ -506,14 +513,14 @@ def run_programs(run_on_ranks, place, examples):
     check()
 
 
-@pytest.mark.parametrize(("place", "examples"), [("shm", 60), ("fake", 15)])
+@pytest.mark.parametrize(("place", "examples"), [("shm", 60), ("fake", 15), ("debug", 15)])
 def test_random_programs(run_on_ranks, place, examples):
     run_programs(run_on_ranks, place, examples)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("place", "examples"), [("shm", 2000), ("fake", 300)])
+@pytest.mark.parametrize(("place", "examples"), [("shm", 2000), ("fake", 300), ("debug", 300)])
 def test_many_random_programs(run_on_ranks, place, examples):
     run_programs(run_on_ranks, place, examples)
 

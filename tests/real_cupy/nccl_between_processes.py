@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
@@ -30,6 +31,7 @@ DEVICE = 2  # cudaMemoryTypeDevice
 CONNECT_SECONDS = 60
 
 of_cupy: dict[str, Any] = {}  # what is replaced
+ends: list[str] = []  # for tests: what has ended communicators in this process, in its order
 _groups = threading.local()  # .calls: those of the open group of this thread, if one is open
 
 
@@ -41,6 +43,23 @@ def install() -> None:
     for name, replacement in replacements.items():
         of_cupy[name] = getattr(nccl, name)
         setattr(nccl, name, replacement)
+    ctypes.CDLL = _open_library  # type: ignore[misc,assignment]
+
+
+_open = ctypes.CDLL
+
+
+def _open_library(name: Any, *arguments: Any, **options: Any) -> Any:
+    library = _open(name, *arguments, **options)
+    if os.path.basename(str(name)).startswith("libnccl.so"):
+        library.ncclCommRevoke = _revoke  # which CuPy does not have, so gradsync asks the library for it
+    return library
+
+
+def _revoke(communicator: int, flags: int) -> int:
+    ends.append("revoke")
+    _by_pointer[communicator]._shut_down()
+    return 0
 
 
 def group_start() -> None:
@@ -56,6 +75,9 @@ def group_end() -> None:
         call()
 
 
+_by_pointer: weakref.WeakValueDictionary[int, NcclCommunicator] = weakref.WeakValueDictionary()
+
+
 class NcclCommunicator:
     """One rank of a communicator; the methods have the names and arguments of CuPy's."""
 
@@ -69,6 +91,8 @@ class NcclCommunicator:
             _Exchange(address, ndev)
         self._connection = _connect(address)
         self._connection.send(rank)
+        self.comm = id(self)
+        _by_pointer[self.comm] = self
 
     def allReduce(self, source, target, count, dtype, op, stream) -> None:  # noqa: N802 - CuPy's names, here and below
         _check_integers(source, target, count, dtype, op, stream)
@@ -136,6 +160,10 @@ class NcclCommunicator:
         self._connection.close()
 
     def abort(self) -> None:
+        ends.append("abort")
+        self._shut_down()
+
+    def _shut_down(self) -> None:
         """Ends the call in which another thread may wait, too."""
         with socket.socket(fileno=os.dup(self._connection.fileno())) as connection:
             connection.shutdown(socket.SHUT_RDWR)
@@ -156,7 +184,8 @@ class NcclCommunicator:
         try:
             self._connection.send(question)
             answer = self._connection.recv()
-        except (EOFError, OSError):  # aborted, or rank 0 has died
+        except (EOFError, OSError):  # revoked or aborted, or rank 0 has died
+            ends.append(str(question[0]))
             raise _error(REMOTE_ERROR) from None
         if isinstance(answer, Exception):
             raise answer

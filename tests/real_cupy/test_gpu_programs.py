@@ -43,6 +43,7 @@ def test_first_light(tmp_path) -> None:
     assert [name for name, stage in found["stages"].items() if not stage["ok"]] == ["kernels"]
     assert code == 1
     assert found["stages"]["facts"]["found"]["gpu"] == "Host memory"
+    assert found["stages"]["two"]["found"]["environment"]["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert found["stages"]["two"]["found"]["by"] == "RankFailed"
 
 

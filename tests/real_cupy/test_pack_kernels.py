@@ -1,7 +1,8 @@
-"""The source of the pack kernels: for NVRTC, for the sanitisers of g++, and behind four gibibytes.
+"""The source of the kernels: for NVRTC, for the sanitisers of g++, and run on the host.
 
-It is a private name. How a kernel reads memory, and what it reads beside, cannot be seen from outside; and no test has
-8 GiB of gradients. That they pack and split rightly is tested by way of AllreduceCallback, in test_callbacks.py.
+It is a private name. How a kernel reads memory, and what it reads beside, cannot be seen from outside; no test has
+8 GiB of gradients, or all values that there are. That they pack and split rightly is tested by way of
+AllreduceCallback, in test_callbacks.py.
 """
 
 from __future__ import annotations
@@ -9,26 +10,39 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
-from gradsync.communicators.nccl.kernels import CHUNK_BYTES, PACK_SOURCE, THREADS_PER_BLOCK, pack_layout
 
+from gradsync.communicators.host_values import digest, digest_of_sums
+from gradsync.communicators.nccl.pack import (
+    CHUNK_BYTES,
+    DIGEST_WORDS,
+    PACK_SOURCE,
+    THREADS_PER_BLOCK,
+    pack_layout,
+)
+
+pytestmark = pytest.mark.cupy
 HERE = Path(__file__).parent
+KERNELS = re.findall(r"__global__ void (\w+)\(", PACK_SOURCE)
 MAP_NORESERVE = 0x4000  # of Linux; Python's mmap has it from 3.13 on
 OPTIONS = ["-std=c++17", "-fno-strict-aliasing", "-w", f"-I{HERE}"]
 
 
-def compiled(architecture: str, *options: str) -> str:
-    """Returns the PTX, or for sm_* the image as text. NVRTC needs no GPU."""
+def compiled(architecture: str) -> str:
+    """Returns the PTX, or for sm_* the image as text, with CuPy's options. NVRTC needs no GPU."""
     from cupy.cuda import nvrtc
 
     program = nvrtc.createProgram(PACK_SOURCE, "kernels.cu", (), ())
     try:
-        nvrtc.compileProgram(program, (f"--gpu-architecture={architecture}", *options))
+        nvrtc.compileProgram(program, (f"--gpu-architecture={architecture}", "--std=c++17", "-ftz=true"))
     finally:
         log = nvrtc.getProgramLog(program)
     lines = [line for line in log.strip("\0\n ").splitlines() if "are deprecated" not in line]  # of sm_70
@@ -37,16 +51,12 @@ def compiled(architecture: str, *options: str) -> str:
     return text.decode("latin-1") if isinstance(text, bytes) else text
 
 
-@pytest.mark.cupy
 @pytest.mark.parametrize("architecture", [70, 75, 80, 86, 89, 90, 100])
-@pytest.mark.parametrize("standard", ["c++14", "c++17"])
-def test_they_compile_without_a_warning(architecture, standard) -> None:
-    """CuPy 14 asks for C++17, older ones for C++14."""
-    image = compiled(f"sm_{architecture}", f"--std={standard}")
-    assert all(name in image for name in ("pack_chunks", "split_chunks"))
+def test_they_compile_without_a_warning(architecture) -> None:
+    image = compiled(f"sm_{architecture}")
+    assert all(name in image for name in KERNELS)
 
 
-@pytest.mark.cupy
 def test_they_access_global_memory_by_16_bytes() -> None:
     ptx = compiled("compute_80")
     for kernel in ("pack_chunks", "split_chunks"):
@@ -56,7 +66,6 @@ def test_they_access_global_memory_by_16_bytes() -> None:
         assert not any(generic in body for generic in ("ld.u", "st.u", ".local", ".shared"))
 
 
-@pytest.mark.cupy
 def test_they_stay_within_the_arrays(tmp_path) -> None:
     """The sanitisers see each byte out of bounds, and each word that is not aligned to its size."""
     (tmp_path / "kernels.cu").write_text(PACK_SOURCE)
@@ -79,6 +88,72 @@ def test_they_stay_within_the_arrays(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory) -> Callable[..., None]:
+    """Runs a kernel on the host: its name, the number of blocks, and its arguments, of which arrays are addresses."""
+    folder = tmp_path_factory.mktemp("kernels")
+    (folder / "kernels.cu").write_text(PACK_SOURCE)
+    source = "\n".join(['#include "kernels_on_host.hpp"', '#include "kernels.cu"', *map("ON_HOST({})".format, KERNELS)])
+    command = ["g++", "-O1", "-shared", "-fPIC", *OPTIONS, f"-I{folder}", "-x", "c++", "-", "-o", f"{folder}/k.so"]
+    subprocess.run(command, input=source, text=True, check=True)
+    library = ctypes.CDLL(f"{folder}/k.so")
+
+    def run(kernel: str, blocks: int, *given: Any) -> None:
+        arguments = [ctypes.c_void_p(each.ctypes.data) if isinstance(each, np.ndarray) else each for each in given]
+        pointers = (ctypes.c_void_p * len(given))(*map(ctypes.addressof, arguments))
+        getattr(library, f"on_host_{kernel}")(ctypes.c_uint(blocks), ctypes.c_uint(THREADS_PER_BLOCK), pointers)
+
+    return run
+
+
+def values_of(dtype: Any) -> np.ndarray:
+    """All values of half precision; of the others the limits of each exponent, and random bits."""
+    size = np.dtype(dtype).itemsize
+    if size == 2:
+        return np.arange(2**16, dtype=np.uint16).view(dtype)
+    step = int(np.diff(np.array([1, 2], dtype).view(f"u{size}"))[0])  # between exponents
+    limits = np.arange(0, 2 ** (8 * size), step, np.uint64).astype(f"u{size}")
+    near = [limits + np.array(change, limits.dtype) for change in (0, 1, 2, step // 2, step - 1)]
+    random = np.random.default_rng(3).integers(0, 2 ** (8 * size), 100_003, f"u{size}")
+    return np.concatenate([*near, random]).view(dtype)
+
+
+@pytest.mark.parametrize("where", ["the host", "the device"])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_they_multiply_as_numpy_does(launch, dtype, in_place, where) -> None:
+    """Half precision in float32: ties, subnormal numbers, overflow, infinities and NaN.
+
+    On a GPU subnormal float32 and bfloat16 numbers become 0, because CuPy asks its compiler for that.
+    """
+    wide = np.float64 if dtype is np.float64 else np.float32
+    values = values_of(dtype)
+    table = pack_layout((values.nbytes,))
+    for factor in (1.0, 0.5, 1 / 3, -1 / 7, 3.0, 1e-3, 1e4, 2.0**-24, 1e-40, 1e-310, 1e300, 0.0, np.inf, np.nan):
+        source = values.copy()
+        target = source if in_place else np.empty_like(source)
+        on_device = where == "the device"
+        factors = (0.0, np.array([factor])) if on_device else (factor, ctypes.c_void_p())
+        chunks = table.table([source.ctypes.data])
+        launch(f"scale_{np.dtype(dtype).name}", chunks.size, chunks, target, ctypes.c_double(factors[0]), factors[1])
+        with np.errstate(all="ignore"):
+            wanted = (values.astype(wide) * wide(factor)).astype(dtype)
+        nans = np.isnan(wanted)
+        np.testing.assert_array_equal(np.isnan(target), nans)  # their bits differ between processors
+        bits = f"u{values.itemsize}"
+        np.testing.assert_array_equal(target.view(bits)[~nans], wanted.view(bits)[~nans], err_msg=f"times {factor}")
+        assert in_place or (source.view(bits) == values.view(bits)).all()
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 8 * DIGEST_WORDS - 1, 8 * DIGEST_WORDS, 8 * DIGEST_WORDS + 1, 3_000_005])
+def test_they_make_the_digest_of_the_host(launch, size) -> None:
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    words = data[: size - size % 8].view(np.uint64)
+    sums = np.zeros(-(-words.size // DIGEST_WORDS), np.uint64)
+    launch("digest_pieces", sums.size, words, ctypes.c_uint64(words.size), sums)
+    assert digest_of_sums(sums, data[words.nbytes :]) == digest(data)
+
+
 def untouched(size: int) -> Any:
     """Zeros, more of them than there is memory: what nobody has written takes none."""
     try:
@@ -88,44 +163,20 @@ def untouched(size: int) -> Any:
     return np.frombuffer(memory, np.uint8, size)
 
 
-@pytest.mark.cupy
-def test_they_move_what_lies_behind_four_gibibytes(tmp_path) -> None:
+def test_they_move_what_lies_behind_four_gibibytes(launch) -> None:
     """The last chunks of an array of 8 GiB, and what is packed behind it."""
-    (tmp_path / "kernels.cu").write_text(PACK_SOURCE)
-    source = '#include "kernels_on_host.hpp"\n#include "kernels.cu"\nON_HOST(pack_chunks) ON_HOST(split_chunks)\n'
-    command = [
-        "g++",
-        "-O1",
-        "-shared",
-        "-fPIC",
-        *OPTIONS,
-        f"-I{tmp_path}",
-        "-x",
-        "c++",
-        "-",
-        "-o",
-        str(tmp_path / "k.so"),
-    ]
-    subprocess.run(command, input=source, text=True, check=True)
-    library = ctypes.CDLL(str(tmp_path / "k.so"))
-
-    def launch(kernel: str, table: np.ndarray, flat: np.ndarray) -> None:
-        arguments = [ctypes.c_void_p(table.ctypes.data), ctypes.c_void_p(flat.ctypes.data)]
-        pointers = (ctypes.c_void_p * 2)(*[ctypes.addressof(argument) for argument in arguments])
-        getattr(library, f"on_host_{kernel}")(ctypes.c_uint(table.size), ctypes.c_uint(THREADS_PER_BLOCK), pointers)
-
     size = 2**33 + 70_001
     layout = pack_layout((3, size, 5))
     large, small, flat = untouched(size), np.arange(8, dtype=np.uint8), untouched(layout.total_bytes)
     table = layout.table([small.ctypes.data, large.ctypes.data, small.ctypes.data + 3])[-4:]
     noise = np.random.default_rng(7).integers(0, 256, 70_001, np.uint8)
     large[-70_001:] = noise
-    launch("pack_chunks", table, flat)
+    launch("pack_chunks", table.size, table, flat)
     begin, end = layout.offsets_bytes[1] + 2**33, layout.offsets_bytes[1] + size
     np.testing.assert_array_equal(flat[begin:end], noise)
     assert flat[layout.offsets_bytes[2] :].tolist() == [3, 4, 5, 6, 7]
     assert not flat[end : layout.offsets_bytes[2]].any()
     assert not flat[: 2**20].any()  # where an offset of 32 bits would point
     large[-70_001:] = 0
-    launch("split_chunks", table, flat)
+    launch("split_chunks", table.size, table, flat)
     np.testing.assert_array_equal(large[-70_001:], noise)

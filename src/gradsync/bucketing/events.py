@@ -122,7 +122,7 @@ class StepEvents:
 
     def change_settings(self, settings: Mapping[str, str]) -> None:
         """Changes the settings of later steps."""
-        self._of_norm: Agreement | None = None
+        self._others: dict[str, Agreement] = {}
         self._words = ", ".join([self._op.value, *[f"{name} {each}".rstrip() for name, each in settings.items()]])
 
     def of_step(self, buckets: Sequence[Bucket], missing: Sequence[str] = (), *, weighted: bool = False) -> Agreement:
@@ -158,13 +158,13 @@ class StepEvents:
 
     def of_norm(self) -> Agreement:
         """Returns the agreement on the exchange at the end of a step, for its norm and its verdict."""
-        if self._of_norm is None:
-            self._of_norm = self.of("norm of the reduced gradients")
-        return self._of_norm
+        return self.of("norm of the reduced gradients")
 
-    def of(self, what: str, content: object = ()) -> Agreement:
+    def of(self, what: str) -> Agreement:
         """Returns the agreement on anything else that the callback does with all ranks."""
-        return self._agreement(what, [], [], content)
+        if what not in self._others:
+            self._others[what] = self._agreement(what, [], [], ())
+        return self._others[what]
 
     def _agreement(
         self, what: str, specs: Sequence[GradientSpec], layout: Sequence[int], more: Any, *, weighted: bool = False

@@ -56,6 +56,11 @@ class Options:
         if self.parameters is None and self.missing == "zero":
             raise InvalidArgument('missing="zero" needs parameters=..., which names the gradients of each step')
 
+    @property
+    def looks_at_values(self) -> bool:
+        """Whether a flush looks at the reduced values."""
+        return self.clip_norm is not None or self.nonfinite != "off"
+
     def threshold_or(self, default_bytes: int) -> Any:
         """Returns the option `threshold_bytes` unchecked, or the default if the option is None."""
         return default_bytes if self.threshold_bytes is None else self.threshold_bytes

@@ -60,20 +60,33 @@ class Norm(NamedTuple):
         return min(1.0, largest / (self.value + _CLIP_EPSILON))
 
 
-def norm_of(flats: Sequence[Array], rank: int, world_size: int, arrays: ArrayKind, exchange: Exchange) -> Norm:
+def norm_of(
+    reduced: Sequence[Array],
+    squares: float | None,
+    rank: int,
+    world_size: int,
+    arrays: ArrayKind,
+    exchange: Exchange,
+) -> Norm:
     """Returns the Euclidean norm of arrays that are equal on all ranks.
 
     Args:
-        flats: flat arrays on the communicator's device.
+        reduced: arrays on the communicator's device.
+        squares: the sum of the squares of this rank's part of them, in float64: each element is in the sum of one rank.
+            None, on all ranks: this function computes the sums.
         rank, world_size: each rank adds up the squares of its share.
         arrays: the functions for the arrays.
-        exchange: returns the integers of all ranks. Each gives a scale s and the sum of (x / s)**2, as the bits of two
-            float64.
+        exchange: returns the integers of all ranks: the bits of the sums, or of a scale s and the sum of (x / s)**2.
     """
+    least, most = _SAFE_SQUARES
+    if squares is not None:
+        total = sum([number_of(bits) for [bits] in exchange([bits_of(squares)])])
+        if least < total < most or all(part_dtype(array.dtype) != _WIDE for array in reduced):
+            return Norm(1.0, math.sqrt(total))
+    flats = [arrays.flat(array) for array in reduced]
     shares = _joined(_share_of(flats, rank, world_size))
     # On a GPU these are sums on the device, for which the host waits once.
     scale, squares = 1.0, float(sum([arrays.sum_of_squares(share) for share in shares]))
-    least, most = _SAFE_SQUARES
     if not least < squares < most and any(part_dtype(share.dtype) == _WIDE for share in shares):
         parts = [_parts(share) for share in shares]
         largest = max([float(np.abs(part).max(initial=0.0)) for part in parts])

@@ -26,6 +26,8 @@ except ImportError:
 
 #: The end of a Description's options in a step with weights.
 WEIGHT = ", weight"
+#: Before the callback, in the line of a collective that was launched.
+OF_CALLBACK = " of callback "
 
 #: This value in a shape replaces a number of rows that may differ between ranks.
 ROWS = "rows"
@@ -215,6 +217,7 @@ _SAME_GRADIENTS = (
     "hand over gradients of the same names, shapes and dtypes on all ranks, in any order; with parameters=... and "
     'missing="zero" a rank may leave gradients out'
 )
+_SAME_ORDER = "call the same collectives in the same order on all ranks"
 _SAME_VALUES = (
     "an array as a name is known by its values at its first use, and the ranks' values differ: give all ranks the same "
     "values first, with gs.bcast_list_(arrays), or name the gradients by text, or pass parameters=[...]"
@@ -247,7 +250,7 @@ def mismatch(
     if any(differing.values()):
         shown.append(f"  first difference, line {alike + 1}:")
         shown += [f"    rank {rank}: {lines[0] if lines else '(nothing)'}" for rank, lines in differing.items()]
-    if remedy := _remedy(by_rank):
+    if remedy := _remedy_for_launched(differing) if broken else _remedy(by_rank):
         shown.append(f"  {remedy}")
     places = {rank: described.call_site.partition("at ")[2] for rank, described in by_rank.items()}
     return PlanMismatch(
@@ -285,12 +288,18 @@ def _remedy(descriptions: Mapping[int, Description]) -> str:
             return f"the callback's options differ: {options}: make the callback with the same options on all ranks"
         return _remedy_for_lines(descriptions, _SAME_GRADIENTS)
     if len({d.what for d in each}) > 1 or any(d.options for d in each):  # an all_reduce, and that of a bucket
-        return "call the same collectives in the same order on all ranks"
+        return _SAME_ORDER
     if any(d.lines for d in each):
         return _remedy_for_lines(descriptions, "pass the same arguments and arrays on all ranks")
     if each[0].what in ("all_gather", "gather") and len({_without_rows(d.headline) for d in each}) == 1:
         return "if the numbers of rows may differ, pass sizes=, the number of rows of each rank"
     return "pass the same arguments, and arrays of the same shape and dtype, on all ranks"
+
+
+def _remedy_for_launched(launched: Mapping[int, Sequence[str]]) -> str:
+    """Returns the remedy for ranks that have launched these collectives, of which the first ones differ."""
+    callbacks = [lines[0].partition(OF_CALLBACK)[2] if lines else "" for lines in launched.values()]
+    return _ONE_ORDER if all(callbacks) and len(set(callbacks)) > 1 else _SAME_ORDER
 
 
 def _remedy_for_lines(descriptions: Mapping[int, Description], same: str) -> str:

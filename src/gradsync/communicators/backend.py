@@ -164,6 +164,18 @@ class Backend(ABC):
                 have agreed. A number; on a GPU also what share_weight() has returned.
         """
 
+    def all_reduce_with_squares(
+        self, flats: Sequence[Array], op: ReduceOp, agreement: Agreement, factor: Any
+    ) -> float | None:
+        """Runs all_reduce in place, and sums the squares of the results' absolute values, if that saves reading them.
+
+        Returns:
+            The sum, in float64, over the results that this rank counts: each is counted by one rank. None, on all
+            ranks: no rank has counted.
+        """
+        self.all_reduce(flats, flats, op, agreement, factor)
+        return None
+
     @abstractmethod
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
         """Reduces the sources of all ranks, and writes each rank's part of the result to that rank's target.
@@ -326,10 +338,12 @@ class Backend(ABC):
         """
         return _INLINE
 
-    def mark_work(self, stream: Any = None) -> Any:
+    def mark_work(self, stream: Any = None, what: str = "") -> Any:
         """Returns a mark of the end of the work that is queued on the current stream, and on `stream`; None on the CPU.
 
-        `stream` is one that `checked_stream` has returned.
+        Args:
+            stream: one that `checked_stream` has returned.
+            what: if it is given, the current stream is checked as by `checked_stream`.
         """
         return None
 

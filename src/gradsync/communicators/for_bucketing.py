@@ -27,6 +27,7 @@ def reduce_list(
     factor: Any = 1.0,
     targets: Sequence[Array] | None = None,
     after: Collection[Any] = (),
+    squares: list[float] | None = None,
 ) -> Work:
     """Reduces arrays of one dtype over the ranks as one collective. Every rank must call it.
 
@@ -42,6 +43,8 @@ def reduce_list(
         targets: where the results go, native arrays of any layout: the array of the same index itself, or another one.
             None: the arrays are flat (see ArrayKind), and are reduced in place.
         after: marks of the work that makes the values and frees the targets; see mark_work.
+        squares: a list to which the sum of the squares of this rank's part of the results is appended, if the backend
+            has it; see Backend.all_reduce_with_squares.
 
     Returns:
         The work that was launched on a GPU; on the CPU it is done.
@@ -56,9 +59,9 @@ def reduce_list(
     backend = communicator._backend
     with communicator._lifetime.turn("all_reduce", agreement), backend.launching(None, after) as launch:
         try:
-            _reduce_list(communicator, natives, targets, turned, op, agreement, factor, launch)
+            _reduce_list(communicator, natives, targets, turned, op, agreement, factor, launch, squares)
         except LayoutsDiffer:  # on all ranks
-            _reduce_list(communicator, natives, targets, (), op, agreement, factor, launch)
+            _reduce_list(communicator, natives, targets, (), op, agreement, factor, launch, squares)
     return launch
 
 
@@ -71,6 +74,7 @@ def _reduce_list(
     agreement: Agreement,
     factor: Any,
     launch: Launch,
+    squares: list[float] | None,
 ) -> None:
     """See reduce_list. The arrays with the numbers `turned` are reduced as they lie, in Fortran order."""
     flats = natives
@@ -82,7 +86,11 @@ def _reduce_list(
                 natives[number] = targets[number] = natives[number].T
         launch.keep(*natives)
         flats = flats_of(communicator, natives, targets)
-    communicator._backend.all_reduce(flats, flats, op, agreement, factor)
+    backend = communicator._backend
+    if squares is None:
+        backend.all_reduce(flats, flats, op, agreement, factor)
+    elif (own := backend.all_reduce_with_squares(flats, op, agreement, factor)) is not None:
+        squares.append(own)
     for flat, target in zip(flats, targets or (), strict=False):
         launch.write_back(flat, target)
 
@@ -167,10 +175,13 @@ def check_stream(communicator: Communicator, what: str) -> None:
     communicator._backend.checked_stream(None, what)
 
 
-def mark_work(communicator: Communicator) -> Any:
-    """Marks the end of the work that is queued on the current stream, for reduce_list(after=)."""
+def mark_work(communicator: Communicator, what: str = "") -> Any:
+    """Marks the end of the work that is queued on the current stream, for reduce_list(after=).
+
+    If `what` is given, checks the stream first; see check_stream.
+    """
     communicator._lifetime.check_usable("a collective")  # in a forked child CUDA's own error would not give the reason
-    return communicator._backend.mark_work()
+    return communicator._backend.mark_work(None, what)
 
 
 def follow_work(communicator: Communicator, marks: Collection[Any]) -> None:

@@ -123,7 +123,7 @@ class Lifetime:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, (PlanMismatch, LayoutsDiffer)):  # all ranks raise these
+        if error is not None and not _all_go_on(error):
             self._abort_inside(headline(error), culprit_of(error), error)
             self._unraised = None  # this call tells
         self._what = ""
@@ -277,6 +277,11 @@ class Lifetime:
         client = self._backend.client
         if client is not None and client.name == self._recorder.group:
             client.close()
+
+
+def _all_go_on(error: BaseException) -> bool:
+    """Whether all ranks raise this error, before data moves."""
+    return isinstance(error, LayoutsDiffer) or (isinstance(error, PlanMismatch) and not error.broken)
 
 
 def culprit_of(error: BaseException) -> int | None:

@@ -155,7 +155,7 @@ class MessageWork(Work):
         for message in self._own:
             if message.error is not None:
                 raise again(message.error)
-            message.work.order(name, stream)
+            message.work.order(name, stream, timeout_seconds)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """See Work."""

@@ -19,8 +19,8 @@ As on a GPU:
                 CUDA_LAUNCH_BLOCKING=1. A group launches all it has, or nothing where a call was refused.
                 See cuda/nccl.py.
     failures    A rank that does not come, or calls something else, ends the collective with an error that says what
-                each rank called. With FAKE_CUPY_HANG=1 it hangs in silence, as on a GPU, until ncclCommAbort; then
-                ncclCommDestroy waits for the other ranks, too.
+                each rank called. Another operator is not noticed: values are mixed. With FAKE_CUPY_HANG=1 it hangs in
+                silence, as on a GPU, until ncclCommAbort; then ncclCommDestroy waits for the other ranks, too.
 
 Other variables: FAKE_CUPY_VERSION (of CuPy), FAKE_CUPY_NCCL_VERSION, and FAKE_CUPY_ADDRESS (where rank 0 listens, for
 ranks on several machines).

@@ -29,8 +29,8 @@ from gradsync.communicators.host_arrays import (
     kind_of,
     span,
 )
-from gradsync.communicators.nccl.library import on_device
 from gradsync.communicators.nccl.pack import Packer
+from gradsync.communicators.nccl.streams import on_device
 from gradsync.communicators.nccl.work import await_results_in
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import (
@@ -213,6 +213,10 @@ class DeviceArrays(ArrayKind):
     def writeable(self, native: Any) -> bool:
         """See ArrayKind."""
         return native.flags.writeable if isinstance(native, np.ndarray) else not isinstance(native, _ReadOnly)
+
+    def address(self, array: Any) -> int | None:
+        """See ArrayKind."""
+        return array.data.ptr if type(array) is cupy.ndarray and array.flags.c_contiguous else None
 
     def byte_bounds(self, native: Any) -> tuple[int, int]:
         """See ArrayKind. The host and all devices share one address space (CUDA's unified addressing)."""

@@ -22,9 +22,9 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
 from gradsync.communicators.failures import FailureMonitor
 from gradsync.communicators.nccl.arrays import DeviceArrays
-from gradsync.communicators.nccl.library import Nccl, on_device
+from gradsync.communicators.nccl.library import Nccl
 from gradsync.communicators.nccl.pack import Packer, pack_layout
-from gradsync.communicators.nccl.streams import as_stream, refuse_capturing
+from gradsync.communicators.nccl.streams import as_stream, on_device, refuse_capturing
 from gradsync.communicators.nccl.verify import Verification
 from gradsync.communicators.nccl.work import GpuWork, Watched, await_callbacks
 from gradsync.diagnostics import trace
@@ -44,6 +44,9 @@ _DRAIN_SECONDS = 10.0  # how long close() waits for running collectives
 _REPORT_SECONDS = 1.0  # how long close() waits until the server knows of a failure
 _CALLBACK_SECONDS = 10.0  # how long close() waits for the done-callbacks of collectives that have ended
 _MAX_MARKS = 64
+_MAX_TABLES = 64
+_MAX_NUMBERS = 16
+_FIRST_NUMBERS = 15  # that ranks exchange with a digest: with it 128 bytes
 _HALF_PRECISION = ("float16", "bfloat16")
 
 
@@ -106,9 +109,13 @@ class NcclBackend(Backend):
         self._is_debugging = DEBUG.read()
         self._failures = FailureMonitor(client, self.recorder)
         self._marks: dict[tuple[int, int], tuple[Any, Any]] = {}  # see mark_work
+        self._numbers: dict[int, Any] = {}  # on the device: what verify() compares, the same in most steps
+        self._tables: dict[tuple[int, ...], Any] = {}  # on the device, by the arrays' addresses and sizes
         self._flat: Any = None  # buffer for packed arrays; launches run one after the other, so one buffer is enough
         self._launch: GpuWork | None = None  # what is being launched, if anything
         self._last: GpuWork | None = None
+        self._met: set[int] = set()  # the ranks with which messages have been launched
+        self._verifying: GpuWork | None = None  # the last comparison of what was launched
         self._nccl = nccl = Nccl(client, device_id, group, deadline)
         try:
             self._verify = Verification(client, self.recorder, self.label, timeout_seconds, self._failures)
@@ -236,18 +243,34 @@ class NcclBackend(Backend):
         return self._gather_numbers(numbers, agreement, [])
 
     def _gather_numbers(self, numbers: Sequence[int], agreement: Agreement, after: Collection[Any]) -> list[list[int]]:
-        """Gathers numbers, and the digest with them: the host waits for them anyway, and compares."""
-        mine = np.array([agreement.digest - 2**63, *numbers], np.int64)
+        """Gathers numbers, and the digest with them: the host waits for them anyway, and compares.
+
+        Ranks that differ may have different numbers of numbers, with which NCCL would hang. So the same number of them
+        goes with the digest in every call, and the others follow when it is known that the ranks do the same.
+        """
+        first = [agreement.digest - 2**63, *numbers[:_FIRST_NUMBERS]]
+        rows = self._gather_row(first + [0] * (1 + _FIRST_NUMBERS - len(first)), agreement, after)
+        self._verify.raise_if_different([row[0] for row in rows], agreement, self._verify.next_number())
+        if rest := numbers[_FIRST_NUMBERS:]:
+            others = self._gather_row(rest, None, [])
+            return [row[1:] + more for row, more in zip(rows, others, strict=True)]
+        return [row[1 : 1 + len(numbers)] for row in rows]
+
+    def _gather_row(
+        self, numbers: Sequence[int], agreement: Agreement | None, after: Collection[Any]
+    ) -> list[list[int]]:
+        mine = np.array(numbers, np.int64)
         rows = np.empty((self.world_size, mine.size), np.int64)
         with self.launching(None, after) as launch:
-            self._begin(agreement)
+            if agreement is not None and self._is_debugging:
+                self.compare(agreement)
+            self._begin(None)  # nothing for verify(), because it is compared here
             target = cupy.empty(rows.nbytes, np.uint8)
             self._nccl.all_gather(cupy.asarray(mine).view(np.uint8), target)
             launch.write_back(target, rows)
         launch.wait()
-        self._verify.raise_if_different(rows[:, 0].tolist(), agreement, self._verify.next_number())
-        shared: list[list[int]] = rows[:, 1:].tolist()
-        return shared
+        gathered: list[list[int]] = rows.tolist()
+        return gathered
 
     # -- Messages ------------------------------------------------------------------------------------------------
 
@@ -273,8 +296,18 @@ class NcclBackend(Backend):
             own = [[each.flat for each in these if each.peer == self.rank] for these in (sends, receives)]
             for source, target in zip(*own, strict=True):
                 _copy_bytes(source, target)
+            sent = [(each.peer, each.flat) for each in sent_to if each.flat.size]
+            received = [(each.peer, each.flat) for each in received_from if each.flat.size]
+            # Two ranks connect when they first meet, and NCCL fails if their groups then have other ways between them:
+            # a send on one rank, and a receive and a send on the other. So each sends the other a byte, too.
+            if met := {peer for peer, _ in [*sent, *received]} - self._met:
+                self._met |= met
+                both = cupy.empty(2, np.uint8)
+                launch.keep(both)
+                sent = [(peer, both[:1]) for peer in met] + sent
+                received = [(peer, both[1:]) for peer in met] + received
             self._begin(None)
-            self._nccl.exchange([(m.peer, m.flat) for m in sent_to], [(m.peer, m.flat) for m in received_from])
+            self._nccl.exchange(sent, received)
             for message in messages:
                 if not message.is_over:
                     message.end(work=launch)
@@ -295,13 +328,27 @@ class NcclBackend(Backend):
             launch.has_begun = True
             self._watched.call = launch
             verification = self._verify
-            both, result = np.array([self._verify.launched, -self._verify.launched]), np.empty(2, np.int64)
-            numbers = cupy.asarray(both)
-            self._nccl.all_reduce(numbers, numbers, ReduceOp.MAX)
+            result = np.empty(2, np.int64)
+            launched, history = verification.take_launched()
+            both = self._numbers.get(launched)
+            if both is None:
+                if len(self._numbers) >= _MAX_NUMBERS:
+                    self._numbers.clear()
+                both = self._numbers[launched] = cupy.asarray(np.array([launched, -launched]))
+            numbers = cupy.empty_like(both)
+            self._nccl.all_reduce(both, numbers, ReduceOp.MAX)
+            launch.keep(both)
             launch.write_back(numbers, result)
             launch.has_host_results = False  # who waits for the step's gradients need not wait for these
             number = verification.next_number()
-            launch.outcome = lambda: verification.verdict(int(result[0]), -int(result[1]), number)
+            earlier, self._verifying = self._verifying, launch
+
+            def outcome() -> BaseException | None:
+                if earlier is not None and earlier.done() and earlier.error is not None:
+                    return earlier.error  # also where a thread looks at this one first: all ranks exchange the same
+                return verification.verdict(int(result[0]), -int(result[1]), number, history)
+
+            launch.outcome = outcome
         return launch
 
     def stray(self, agreement: Agreement) -> PlanMismatch:
@@ -319,7 +366,7 @@ class NcclBackend(Backend):
             self._begin(agreement, mine)
             sums = cupy.empty_like(mine)
             self._nccl.all_reduce(mine, sums, ReduceOp.SUM)
-            factor = mine[1:] / cupy.maximum(sums[1:], np.finfo(np.float64).tiny)
+            factor = mine[1:] / cupy.maximum(sums[1:], np.finfo(np.float64).smallest_subnormal)
             launch.write_back(sums, total)
         launch.has_host_results = False
         return factor, launch, total
@@ -357,17 +404,28 @@ class NcclBackend(Backend):
         self._packer.scale(self._table([source], target, factor), target, source.dtype, factor)
 
     def _table(self, arrays: Sequence[Any], *used: Any) -> Any:
-        """Returns the table of arrays for the packer. The launch keeps it, and what is used with it."""
+        """Returns the table of arrays for the packer. The launch keeps it, and what is used with it.
+
+        The arrays of a step often lie where those of the last one lay. Launches run one after the other, so a table is
+        there once the first launch that uses it has begun.
+        """
         assert self._launch is not None
-        table = self._packer.table(arrays)
+        key = tuple([number for array in arrays for number in (array.data.ptr, array.nbytes)])
+        table = self._tables.get(key)
+        if table is None:
+            if len(self._tables) >= _MAX_TABLES:
+                self._tables.clear()
+            table = self._tables[key] = self._packer.table(arrays)
         self._launch.keep(self._flat, table, *used)
         return table
 
     # -- Launching -----------------------------------------------------------------------------------------------
 
-    def mark_work(self, stream: Any = None) -> Any:
+    def mark_work(self, stream: Any = None, what: str = "") -> Any:
         with on_device(self._device_id):
             current = cupy.cuda.get_current_stream()
+            if what:
+                refuse_capturing(current, f"{self.label}: {what}")
             mark = self._mark(current)
             if stream is None or stream is current:
                 return mark
@@ -409,52 +467,47 @@ class NcclBackend(Backend):
     @contextlib.contextmanager
     def launching(self, stream: Any, after: Collection[Any] | None = None) -> Iterator[GpuWork]:
         self._watched.raise_failure()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(on_device(self._device_id))
+        with on_device(self._device_id):
             if not self._shared.launching.acquire(timeout=self.timeout_seconds):
                 raise CollectiveTimeout(
                     f"{self.label}: another thread has been launching a collective of another communicator for "
                     f"{self.timeout_seconds:g} s: launch all from one thread, or in the same order on all ranks"
                 )
-            stack.callback(self._shared.launching.release)
-            current = where = cupy.cuda.get_current_stream()
-            if after is not None:
-                where = self._stream
-                _follow(where, after)
-            elif stream is not None:
-                where = stream
-                # When gradsync converts an array of another library, only the current stream waits for the work that
-                # computes the array. So this launch's stream must wait for the current stream.
-                where.wait_event(self._mark(current))
-            launch = GpuWork(self._watched, where)
-            last = self._shared.last
-            # The threads are compared too: Stream.ptds is one object, but a different stream in each thread.
-            if last is not None and (last.stream is not where or last.thread != launch.thread):
-                where.wait_event(last.ended)
-            if where is not current:
-                stack.enter_context(where)
-            launch.started.record(where)
-            outer, self._launch = self._launch, launch
-            results_on, self.arrays.results_on = self.arrays.results_on, None if after is None else current
+            outer, results_on = self._launch, self.arrays.results_on
             try:
-                yield launch
-            except PlanMismatch as error:
-                self._end_launch(launch, outer, error)
-                raise
-            except BaseException as error:
-                self._end_launch(launch, outer, error)
-                if isinstance(error, (NcclError, CommunicatorClosed)):
-                    self._watched.raise_failure()  # the cause: another thread has ended the communicator
-                if isinstance(error, NcclError):
-                    self._watched.raise_cause(error)
-                raise
-            else:
-                self._end_launch(launch, outer, None)
+                current = where = cupy.cuda.get_current_stream()
+                if after is not None:
+                    where = self._stream
+                    _follow(where, after)
+                elif stream is not None:
+                    where = stream
+                    # When gradsync converts an array of another library, only the current stream waits for the work
+                    # that computes the array. So this launch's stream must wait for the current stream.
+                    where.wait_event(self._mark(current))
+                self._launch = launch = GpuWork(self._watched, where)
+                last = self._shared.last
+                # The threads are compared too: Stream.ptds is one object, but a different stream in each thread.
+                if last is not None and (last.stream is not where or last.thread != launch.thread):
+                    where.wait_event(last.ended)
+                self.arrays.results_on = None if after is None else current
+                with where:
+                    launch.started.record(where)
+                    try:
+                        yield launch
+                    except BaseException as error:
+                        self._end_launch(launch, outer, error)
+                        if isinstance(error, (NcclError, CommunicatorClosed)):
+                            self._watched.raise_failure()  # the cause: another thread has ended the communicator
+                        if isinstance(error, NcclError):
+                            self._watched.raise_cause(error)
+                        raise
+                    self._end_launch(launch, outer, None)
                 self._watched.raise_failure()
             finally:
                 self._watched.call = None
                 self._launch = outer
                 self.arrays.results_on = results_on
+                self._shared.launching.release()
 
     def _end_launch(self, launch: GpuWork, outer: GpuWork | None, error: BaseException | None) -> None:
         """Records the end of a launch, and hands it over to the watcher."""
@@ -480,8 +533,9 @@ class NcclBackend(Backend):
         if aborted_because is None:
             self._verify.announce_closed()
             return
+        failure = self._failures.failure()
         aborted = CommunicatorClosed(f"{self.label}: the communicator was aborted: {aborted_because}")
-        self._watched.abort(self._failures.failure() or aborted, aborted_because, culprit)
+        self._watched.abort(aborted if failure is None else self._verify.explain(failure), aborted_because, culprit)
 
     def raise_if_ended(self, missing: list[int]) -> None:
         self._watched.raise_failure()
@@ -497,6 +551,7 @@ class NcclBackend(Backend):
 
     def drain(self) -> None:
         self._await_last()
+        self._watched.fail_if_found()
         self._watched.await_reported(_REPORT_SECONDS)
         await_callbacks(_CALLBACK_SECONDS)
 

@@ -131,6 +131,8 @@ class Nccl:
         self.device_id = device_id
         self._cupy: Any = cupy
         self._binding: Any = nccl
+        # CuPy's NcclError does not know results 7 and 8.
+        self._raised = (nccl.NcclError, KeyError, cupy.cuda.runtime.CUDARuntimeError)
         self._label = client.label
         self._datatypes = _datatypes(nccl)
         self._ops = {
@@ -252,8 +254,10 @@ class Nccl:
     def _call(self, name: str, *arguments: Any) -> None:
         with self._calling:
             self._refuse_ended(name)
-            with self._errors(f"nccl{name[0].upper()}{name[1:]}"):
+            try:
                 getattr(self._raw, name)(*arguments, self._cupy.cuda.get_current_stream().ptr)
+            except self._raised as error:
+                raise self._converted(f"nccl{name[0].upper()}{name[1:]}", error) from error
 
     def _refuse_ended(self, what: str) -> None:
         if self._how is not None:  # CuPy would pass a null pointer to NCCL
@@ -265,27 +269,32 @@ class Nccl:
         """Raises NcclError if a collective has failed after its launch (ncclCommGetAsyncError)."""
         with self._ending:
             if self._how is None:
-                with self._errors("a collective"):
+                try:
                     self._raw.check_async_error()
+                except self._raised as error:
+                    raise self._converted("a collective", error) from error
 
     @contextlib.contextmanager
     def _errors(self, call: str) -> Iterator[None]:
         """Converts errors of NCCL and CUDA in the `with` block to NcclError."""
         try:
             yield
-        except (self._binding.NcclError, KeyError) as error:  # CuPy's NcclError does not know results 7 and 8
-            known = error.args[0] if isinstance(error, KeyError) else error.status
-            code = known if isinstance(known, int) else 0
-            name, hint = RESULTS.get(code, (f"ncclResult {code}", "NCCL_DEBUG=INFO shows more"))
-            last = last_error()
-            raise NcclError(
-                f"{self._label}: {call} failed with {name} ({code}){last and f': {last}'}; {hint}. NCCL "
-                f"{version_text(self._binding.get_version())} from {library_path()}, CuPy {self._cupy.__version__}",
-                code=code,
-                name=name,
-            ) from error
-        except self._cupy.cuda.runtime.CUDARuntimeError as error:
-            raise NcclError(f"{self._label}: {call}: {error}", code=1, name=RESULTS[1][0]) from error
+        except self._raised as error:
+            raise self._converted(call, error) from error
+
+    def _converted(self, call: str, error: Exception) -> NcclError:
+        if isinstance(error, self._cupy.cuda.runtime.CUDARuntimeError):
+            return NcclError(f"{self._label}: {call}: {error}", code=1, name=RESULTS[1][0])
+        known = error.args[0] if isinstance(error, KeyError) else error.status  # type: ignore[attr-defined]
+        code = known if isinstance(known, int) else 0
+        name, hint = RESULTS.get(code, (f"ncclResult {code}", "NCCL_DEBUG=INFO shows more"))
+        last = last_error()
+        return NcclError(
+            f"{self._label}: {call} failed with {name} ({code}){last and f': {last}'}; {hint}. NCCL "
+            f"{version_text(self._binding.get_version())} from {library_path()}, CuPy {self._cupy.__version__}",
+            code=code,
+            name=name,
+        )
 
     # -- The end ---------------------------------------------------------------------------------------------------
 
@@ -408,34 +417,12 @@ def _nccl_function(name: str) -> Any:
 
 def event_status(event: Any) -> int:
     """Returns CUDA's code for a CuPy event: 0 if the GPU has reached it, 600 if not; else the error of the GPU."""
-    return int(_driver().cuEventQuery(ctypes.c_void_p(event.ptr)))
-
-
-@contextlib.contextmanager
-def on_device(device_id: int) -> Iterator[None]:
-    """Makes a device the current one in the `with` block.
-
-    Afterwards the thread's own device is the current one again, if this process has a context on it. Else the thread
-    has never used it: choosing it would make a context, which takes half a gigabyte of another rank's GPU.
-    """
-    import cupy
-
-    own = cupy.cuda.runtime.getDevice()
-    if own == device_id:
-        yield
-        return
-    cupy.cuda.Device(device_id).use()
-    try:
-        yield
-    finally:
-        flags, is_active = ctypes.c_uint(), ctypes.c_int()
-        _driver().cuDevicePrimaryCtxGetState(own, ctypes.byref(flags), ctypes.byref(is_active))
-        if is_active.value:
-            cupy.cuda.Device(own).use()
+    return int(driver().cuEventQuery(ctypes.c_void_p(event.ptr)))
 
 
 @functools.cache
-def _driver() -> Any:
+def driver() -> Any:
+    """Returns the library of the CUDA driver."""
     return ctypes.CDLL("libcuda.so.1")
 
 

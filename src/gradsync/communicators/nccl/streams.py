@@ -1,8 +1,9 @@
-"""The CUDA streams that a program passes to gradsync, and those that capture a graph, which gradsync refuses."""
+"""The current device, and the CUDA streams that a program passes; gradsync refuses those that capture a graph."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,37 @@ from typing import Any
 import cupy
 
 from gradsync.arguments import integer_of
+from gradsync.communicators.nccl.library import driver
 from gradsync.errors import InvalidArgument
 
 #: CUDA's errors for calls that are forbidden while a graph is captured: the GPU has not failed. Source: cudaError_t.
 CAPTURE_ERRORS = range(900, 909)
 _CAPTURE_IMPLICIT = 906  # the null stream was queried, and a stream that synchronizes with it captures a graph
+
+
+class on_device:  # noqa: N801 - it is called as a function
+    """Makes a device the current one in a `with` block.
+
+    Afterwards the thread's own device is the current one again, if this process has a context on it. Else the thread
+    has never used it: choosing it would make a context, which takes half a gigabyte of another rank's GPU.
+    """
+
+    __slots__ = ("_device_id", "_own")
+
+    def __init__(self, device_id: int) -> None:
+        self._device_id = device_id
+
+    def __enter__(self) -> None:
+        self._own: int = cupy.cuda.runtime.getDevice()
+        if self._own != self._device_id:
+            cupy.cuda.Device(self._device_id).use()
+
+    def __exit__(self, *_: object) -> None:
+        if self._own != self._device_id:
+            flags, is_active = ctypes.c_uint(), ctypes.c_int()
+            driver().cuDevicePrimaryCtxGetState(self._own, ctypes.byref(flags), ctypes.byref(is_active))
+            if is_active.value:
+                cupy.cuda.Device(self._own).use()
 
 
 def as_stream(stream: Any, device_id: int, who: str) -> Any:

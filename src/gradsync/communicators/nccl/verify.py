@@ -9,9 +9,10 @@ smallest of all ranks must be the same.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
-from gradsync.communicators.agreement import Agreement, Description, mismatch
+from gradsync.communicators.agreement import OF_CALLBACK, Agreement, Description, mismatch
 from gradsync.communicators.backend import Message
 from gradsync.communicators.failures import FailureMonitor, exchange_descriptions, exchange_mismatch, raise_if_left
 from gradsync.diagnostics import FlightRecorder
@@ -21,7 +22,7 @@ from gradsync.rendezvous.client import RendezvousClient
 _BITS = 62  # so that the negative number is there, too
 _FACTOR = 0x9E3779B97F4A7C15
 _STRAYED = "launched other work than the others: "  # in the reason of an abort
-_HISTORY = 64  # collectives that are told of
+_HISTORY = 256  # collectives that are told of
 
 
 class Verification:
@@ -35,7 +36,7 @@ class Verification:
         failures: the failures that the server reports.
 
     Attributes:
-        launched: one number for all collectives that this rank has launched.
+        launched: one number for all collectives that this rank has launched since the last comparison.
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class Verification:
         self._failures = failures
         self._compared = 0  # the number of comparisons
         self._messages: dict[tuple[int, int], int] = {}  # compared, by sender and receiver
+        self._history: deque[Agreement] = deque(maxlen=_HISTORY)  # launched since take_launched() was called
         self.launched = 0
 
     def add(self, agreement: Agreement) -> None:
         """Adds a collective that is about to be launched."""
         self.launched = (self.launched * _FACTOR + agreement.digest) % 2**_BITS
+        self._history.append(agreement)
 
     # -- Before a launch -----------------------------------------------------------------------------------------
 
@@ -109,13 +112,19 @@ class Verification:
 
     # -- After launches ------------------------------------------------------------------------------------------
 
-    def verdict(self, largest: int, smallest: int, number: int) -> PlanMismatch | None:
-        """Returns the error if the numbers of the ranks differed, and exchanges what they have done."""
+    def take_launched(self) -> tuple[int, list[Agreement]]:
+        """Returns the number of what was launched since the last call of this method, and the last of it."""
+        launched, history = self.launched, list(self._history)
+        self.launched = 0
+        self._history.clear()
+        return launched, history
+
+    def verdict(self, largest: int, smallest: int, number: int, history: Sequence[Agreement]) -> PlanMismatch | None:
+        """Returns the error if the numbers of the ranks differed, and exchanges what they had launched."""
         if largest == smallest:
             return None
-        entries = [entry for entry in self._recorder.entries() if not entry.what.is_message][-_HISTORY:]
-        lines = tuple(entry.title for entry in entries)
-        mine = Description(f"the last {len(lines)} collectives of group {self._group!r}", lines)
+        lines = tuple(map(_line, history))
+        mine = Description(f"launched {len(lines)} collectives since the last comparison", lines)
         told = exchange_descriptions(self._client, self._group, number, mine.to_text(), self._client.world_ranks)
         return mismatch(self._label, Agreement(0, lambda: mine), told, broken=True)
 
@@ -156,3 +165,8 @@ class Verification:
         """Raises RankFailed if one of these world ranks (None: any) has closed it before collective `number`."""
         position = math.inf if number is None else number
         raise_if_left(self._client, f"nccl/{self._group}/closed", self._label, position, ranks)
+
+
+def _line(agreement: Agreement) -> str:
+    callback = agreement.describe().callback
+    return f"{agreement.headline()}{callback and f'{OF_CALLBACK}{callback}'}"

@@ -26,8 +26,8 @@ import numpy as np
 from gradsync.communicators.agreement import on_behalf
 from gradsync.communicators.backend import Backend, Launch
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
-from gradsync.communicators.nccl.library import Nccl, event_status, on_device
-from gradsync.communicators.nccl.streams import CAPTURE_ERRORS, as_stream, capture_refusal
+from gradsync.communicators.nccl.library import Nccl, event_status
+from gradsync.communicators.nccl.streams import CAPTURE_ERRORS, as_stream, capture_refusal, on_device
 from gradsync.diagnostics import Entry, Running, finish
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, PlanMismatch, RankFailed, describe
 from gradsync.futures import again, is_in_callback, refuse_wait_in_callback
@@ -55,6 +55,7 @@ class GpuWork(Launch):
         stream, thread: the stream on which it runs, and the id of the thread that launched it.
         started: the event before it. Its deadline counts from there, without the earlier work of this rank's GPU.
         ended: the event after it.
+        made_at: when it was made, just before it is launched.
         has_begun: whether NCCL may have begun.
         peers: the world ranks of messages; None for a collective.
         recorded: its entry in the flight recorder; set when it is launched.
@@ -77,6 +78,7 @@ class GpuWork(Launch):
         self.thread = threading.get_ident()
         self.started = cupy.cuda.Event(disable_timing=True)
         self.ended = cupy.cuda.Event(disable_timing=True)
+        self.made_at = time.monotonic()
         self.has_begun = False
         self.peers: Sequence[int] | None = None
         self.recorded: Running | None = None
@@ -146,9 +148,11 @@ class GpuWork(Launch):
             return
         self.done()
         self._raise_error()
-        if not self.is_over:
-            with on_device(self._watched.device_id):  # a default stream's handle means the current device's stream
-                waiting = as_stream(stream, self._watched.device_id, self.name)
+        if stream is None and self.is_over:
+            return
+        with on_device(self._watched.device_id):  # a default stream's handle means the current device's stream
+            waiting = as_stream(stream, self._watched.device_id, self.name)  # what is no stream is always refused
+            if not self.is_over:
                 with capture_refusal(self.name):
                     waiting.wait_event(self.ended)
 
@@ -174,15 +178,16 @@ class GpuWork(Launch):
         """Makes the host wait until the work has ended or failed. Raises only CollectiveTimeout."""
         seconds = self._watched.timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + seconds
-        # If the work has begun on the GPU, the watcher finds the missing ranks, and every rank gets the same error.
+        # If the GPU is in a collective, the watcher finds the missing ranks, and every rank gets the same error.
         verdict_by = deadline + (_VERDICT_SECONDS if timeout_seconds is None else 0.0)
         looks = 0
         while not self.done():
             looks += 1
             if looks > _LOOKS_WITHOUT_SLEEP:
                 now = time.monotonic()
-                if now >= deadline and (now >= verdict_by or not self._has_started()):
-                    state = "has begun it" if self._has_started() else "is still busy with earlier work of this rank"
+                is_stuck = now >= deadline and (now >= verdict_by or not _is_gpu_in_collective())
+                if is_stuck and not self._watched.has_failed():  # else this work is about to get that failure
+                    state = "has begun it" if self.has_started() else "is still busy with earlier work of this rank"
                     raise CollectiveTimeout(f"{self.name} did not end within {seconds:g} s: the GPU {state}")
                 time.sleep(_SLEEP_SECONDS)
 
@@ -199,12 +204,13 @@ class GpuWork(Launch):
 
     # -- Its end -------------------------------------------------------------------------------------------------
 
-    def _has_started(self) -> bool:
+    def has_started(self) -> bool:
+        """Whether the GPU has reached `started`."""
         return event_status(self.started) not in (_NOT_READY, *CAPTURE_ERRORS)
 
     def look_whether_started(self) -> None:
         """Sets `seen_started_at` once the GPU has reached `started`."""
-        if self.seen_started_at is None and self._has_started():
+        if self.seen_started_at is None and self.has_started():
             self.seen_started_at = time.monotonic()
 
     def end(self, error: BaseException | None) -> None:
@@ -215,6 +221,7 @@ class GpuWork(Launch):
                 return
             if has_ended:
                 error = self._copy_to_host() or (None if self.outcome is None else self.outcome())
+            self.outcome = None
             self.error = error
             self._callbacks = self._callbacks or None
             self.is_over = True
@@ -323,6 +330,7 @@ class Watched:
         self._found: BaseException | None = None  # the error of work that the GPU has ended
         self._kept: list[tuple[Any, list[Any]]] = []  # the event `ended` and the memory of failed work
         self._reporting: threading.Event | None = None  # set when the server knows of this rank's failure
+        self._looked_at = time.monotonic()  # when the GPU has last been asked, and has answered
         self._asked_at = 0.0  # when the ranks that have left were asked for
         self._orphan: GpuWork | None = None  # messages of which a rank had left then
         self._lock = threading.RLock()  # reentrant, because a signal handler may run in the thread that holds it
@@ -355,6 +363,12 @@ class Watched:
             if isinstance(head.error, (NcclError, PlanMismatch)):
                 self._found = head.error
             self._drop(head)
+
+    def fail_if_found(self) -> None:
+        """Ends the communicator if work that has ended has failed: close() does not wait for the watcher."""
+        self.reap()
+        if self._found is not None and not self._stopped:
+            self.fail(self._found)
 
     def _end_running(self, error: BaseException) -> None:
         """Ends all work with an error. It does not ask the GPU, which may not answer."""
@@ -437,6 +451,8 @@ class Watched:
         if self._client.world_size > 1:
             try:
                 await_cause(CAUSE_SECONDS, self.raise_known)  # the server may report the cause later
+                if error.name == "ncclRemoteError":
+                    self._raise_if_left(None, None)
             except GradsyncError as cause:
                 raise cause from error
         raise error
@@ -454,6 +470,13 @@ class Watched:
         self._stopped = True
 
     # -- On the threads ------------------------------------------------------------------------------------------
+
+    def has_begun_on_gpu(self) -> bool:
+        """Whether the GPU has reached the oldest work that runs; the other work waits behind it."""
+        try:
+            return self._running[0].has_started()
+        except IndexError:  # nothing runs
+            return False
 
     @property
     def is_busy(self) -> bool:
@@ -485,8 +508,10 @@ class Watched:
         with self._lock:
             head = self._running[0] if self._running else None
         for work in (head, self.call):
-            if work is not None and work.seen_started_at is not None and not work.is_over:
-                self._look_at_clock(work, time.monotonic() - work.seen_started_at)
+            if work is not None and not work.is_over:
+                # While the driver does not answer, nobody knows whether the work has begun: the time of silence counts.
+                since = work.seen_started_at or max(work.made_at, self._looked_at)
+                self._look_at_clock(work, time.monotonic() - since)
 
     def _look_at_clock(self, work: GpuWork, waited_seconds: float) -> None:
         """Reports to the server, which logs a warning, that work or its NCCL call takes long.
@@ -525,15 +550,17 @@ class Watched:
             for work in (self.call, *list(self._running)[:1]):
                 if work is not None:
                     work.look_whether_started()
+            self._looked_at = time.monotonic()
             self.nccl.check()
         except NcclError as error:
             self._found = self._found or error
         except Exception as error:
             self._found = self._found or NcclError(f"{self.label}: the GPU cannot be asked: {describe(error)}")
         if self._kept and self.nccl.has_ended.is_set():
+            # Without the lock: the driver may not answer. This list keeps the memory until the lock is released.
+            ended = [kept for kept in list(self._kept) if event_status(kept[0]) == _SUCCESS]
             with self._lock:
-                before = self._kept  # this reference keeps the memory until the lock is released
-                self._kept = [(ended, memory) for ended, memory in before if event_status(ended) != _SUCCESS]
+                self._kept = [kept for kept in self._kept if not any(kept is each for each in ended)]
 
 
 def _report_failure(
@@ -573,6 +600,12 @@ def _watch(watched: Watched) -> None:
                     _callbacks.put(None)
                     raise
         _all.append(watched)  # last: if no thread can be started, the next communicator tries again
+
+
+def _is_gpu_in_collective() -> bool:
+    with _registering:
+        everything = list(_all)
+    return any(watched.has_begun_on_gpu() for watched in everything)
 
 
 def _pause() -> None:

@@ -11,7 +11,8 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,8 @@ from gradsync.rendezvous.client import RendezvousClient
 # A chunk of a large list fills a slot. Larger ones do not fit into the cache; smaller ones need more rounds.
 _GROUP_SLOT_BYTES = kernels.SLOT_BYTES // 2  # a program may have many groups
 _MESSAGE_CHECK_SECONDS = 50e-6  # how often a rank that waits in a collective moves its messages on
+
+_all_reduce_with_squares = partial(kernels.all_reduce, with_squares=True)
 
 
 class ShmBackend(Backend):
@@ -73,6 +76,12 @@ class ShmBackend(Backend):
     ) -> None:
         self._run(kernels.all_reduce, agreement, sources, targets, op, factor)
 
+    def all_reduce_with_squares(
+        self, flats: Sequence[Array], op: ReduceOp, agreement: Agreement, factor: float
+    ) -> float:
+        squares: float = self._run(_all_reduce_with_squares, agreement, flats, flats, op, factor)
+        return squares
+
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         result = np.empty(0, source.dtype) if target is None else target
         self.reduce_scatter(source, result, self.only_part(root, source.size), op, agreement)
@@ -100,13 +109,13 @@ class ShmBackend(Backend):
     def barrier(self, agreement: Agreement) -> None:
         self._run(kernels.meet, agreement)
 
-    def _run(self, kernel: Callable[..., None], agreement: Agreement, *arguments: object) -> None:
-        """Runs a kernel, which compares the digests of all ranks before it changes an array."""
+    def _run(self, kernel: Callable[..., Any], agreement: Agreement, *arguments: object) -> Any:
+        """Runs a kernel, which compares the digests of all ranks before it changes an array; returns its result."""
         if self._failures.has_failed():  # looked up here because a short wait ends before the kernel calls check
             self._failures.check()
         call = kernels.Call(agreement.digest, agreement.layout, self._check, trace.phases_of(self.recorder))
         try:
-            kernel(self._shared, *arguments, call)
+            return kernel(self._shared, *arguments, call)
         except kernels.DigestsDiffer:
             number, group = self._shared.rounds, self._failures.group
             raise exchange_mismatch(self.client, group, number, self.label, agreement, self.ranks) from None

@@ -10,7 +10,7 @@ from gradsync.environment import PLAIN_KERNELS
 
 #: The version of what memory.py, plain.py and _kernels.c have in common: the layout of the memory, how ranks use it,
 #: and the functions in C. Whoever changes any of this raises it, here and in _kernels.c.
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 4
 
 
 class Kernels(NamedTuple):

@@ -59,10 +59,20 @@ else:
     all_gather, all_to_all = compiled.all_gather, compiled.all_to_all
 
     def all_reduce(
-        shared: Shared, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, factor: float, call: Call
-    ) -> None:
+        shared: Shared,
+        sources: Sequence[Array],
+        targets: Sequence[Array],
+        op: ReduceOp,
+        factor: float,
+        call: Call,
+        with_squares: bool = False,
+    ) -> float | None:
         """See plain.py."""
-        compiled.all_reduce(shared, sources, targets, _code_of(sources[0].dtype), _OPS[op], factor, call)
+        code = _code_of(sources[0].dtype)
+        squares: float | None = compiled.all_reduce(
+            shared, sources, targets, code, _OPS[op], factor, with_squares, call
+        )
+        return squares
 
     def reduce_scatter(shared: Shared, source: Array, target: Array, bounds: Bounds, op: ReduceOp, call: Call) -> None:
         """See plain.py."""

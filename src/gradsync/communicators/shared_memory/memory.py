@@ -44,8 +44,6 @@ FACTOR = LINE_WORDS + 2
 TEXT_BEGIN, TEXT_END = 2 * LINE_WORDS, 18 * LINE_WORDS
 _CHANNELS_BEGIN = TEXT_END
 
-_SPIN_US, _SPIN_BRIEFLY_US = 50.0, 2.0
-
 #: A round writes one slot while others may still read that of the round before.
 SLOTS = 2
 _LEAST_RING_BYTES = 16 * 1024
@@ -66,9 +64,9 @@ def _ring_bytes(size: int, slot_bytes: int) -> int:
     return max(4 * slot_bytes // max(size - 1, 1), _LEAST_RING_BYTES) // unit * unit
 
 
-def _spin_us(size: int) -> float:
-    """Returns how long a C kernel spins before it sleeps: briefly where there are more ranks than cores."""
-    return _SPIN_US if size <= len(os.sched_getaffinity(0)) else _SPIN_BRIEFLY_US
+def _is_crowded(size: int) -> bool:
+    """Whether there are more ranks than cores, so that a rank in C that waits gives its core to others."""
+    return size > len(os.sched_getaffinity(0))
 
 
 def part_bytes(size: int, slot_bytes: int) -> int:
@@ -81,7 +79,7 @@ class _Plain:
     """What `compiled.Memory` is, without C."""
 
     def __init__(
-        self, mapping: mmap.mmap, rank: int, size: int, part: int, slots_begin: int, slot_bytes: int, spin_us: float
+        self, mapping: mmap.mmap, rank: int, size: int, part: int, slots_begin: int, slot_bytes: int, is_crowded: bool
     ) -> None:
         self.rank = rank
         self.size = size
@@ -112,7 +110,7 @@ class Shared(_Memory):  # type: ignore[misc]  # one of two
 
     def __init__(self, mapping: mmap.mmap, rank: int, size: int, slot_bytes: int) -> None:
         own = part_bytes(size, slot_bytes), _slots_begin(size), slot_bytes
-        super().__init__(mapping, rank, size, *own, _spin_us(size))
+        super().__init__(mapping, rank, size, *own, _is_crowded(size))
         self.words = memoryview(mapping).cast("Q")
         self._part_bytes = part_bytes(size, slot_bytes)
         self.lines = [each * self._part_bytes // 8 for each in range(size)]

@@ -160,16 +160,25 @@ SMALL_BYTES = 128 * 1024
 
 
 def all_reduce(
-    shared: Shared, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, factor: float, call: Call
-) -> None:
-    """Reduces each source, multiplied by this rank's factor, into the target of the same index; see Backend."""
+    shared: Shared,
+    sources: Sequence[Array],
+    targets: Sequence[Array],
+    op: ReduceOp,
+    factor: float,
+    call: Call,
+    with_squares: bool = False,
+) -> float | None:
+    """Reduces each source, multiplied by this rank's factor, into the target of the same index; see Backend.
+
+    Returns:
+        With squares: the sum of the squares of this rank's part of the results.
+    """
     dtype, sizes = sources[0].dtype, tuple([source.size for source in sources])
     total = sum(sizes)
     with np.errstate(all="ignore"):
         if total * dtype.itemsize > min(SMALL_BYTES, shared.slot_bytes):
             chunks = chunks_of(sizes, dtype.itemsize, shared.slot_bytes, shared.rank, shared.size)
-            _reduce_chunks(shared, chunks, sources, targets, op, factor, call)
-            return
+            return _reduce_chunks(shared, chunks, sources, targets, op, factor, call, with_squares)
         slots = [slot[:total] for slot in shared.slots(dtype)]
         pack(sources, slots[shared.rank])
         call.phase("packing")
@@ -181,6 +190,12 @@ def all_reduce(
         if len(targets) > 1:
             unpack(reduced, targets)
             call.phase("splitting")
+        begin, end = (total * rank // shared.size for rank in (shared.rank, shared.rank + 1))
+        return _sum_of_squares(reduced[begin:end]) if with_squares else None
+
+
+def _sum_of_squares(values: Array) -> float:
+    return float(np.square(values.view(part_dtype(values.dtype)), dtype=np.float64).sum())
 
 
 def _reduction(shared: Shared, op: ReduceOp, dtype: np.dtype[Any]) -> Reduce:
@@ -241,7 +256,8 @@ def _reduce_chunks(
     op: ReduceOp,
     factor: float,
     call: Call,
-) -> None:
+    with_squares: bool,
+) -> float | None:
     """All-reduces a large list. Between two rounds each rank works on three chunks, in two slots:
 
     - it copies the results of the others from its own slot of chunk k - 2 to the targets;
@@ -250,6 +266,7 @@ def _reduce_chunks(
     """
     dtype, rank, slots = sources[0].dtype, shared.rank, dict[int, list[Array]]()
     first = 0 if rank or shared.size == 1 else 1
+    squares = 0.0
     for k in range(len(chunks) + 2):
         if k >= 2:
             chunk, own = chunks[k - 2], slots.pop(k - 2)[rank]
@@ -279,10 +296,12 @@ def _reduce_chunks(
             for other in others:
                 other[...] = result
             unpack(result, _cut(targets, chunk.own))
+            squares += _sum_of_squares(result) if with_squares else 0.0
             call.phase("reducing")
         if k <= len(chunks):
             meet(shared, call, factor)
             call.phase("waiting")
+    return squares if with_squares else None
 
 
 def reduce_scatter(shared: Shared, source: Array, target: Array, bounds: Bounds, op: ReduceOp, call: Call) -> None:

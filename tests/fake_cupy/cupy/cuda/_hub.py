@@ -191,7 +191,7 @@ class _Hub:
         if all(batch and not batch[0].call.is_of_two for batch in self._batches):
             operations = [batch[0] for batch in self._batches]
             call = operations[0].call
-            if any(operation.call != call for operation in operations):
+            if any(operation.call._replace(op=call.op) != call for operation in operations):  # operators are mixed
                 self._refuse(INVALID_USAGE, "the ranks call different collectives")
             results = _results(call, [operation.data for operation in operations])
             for operation, result in zip(operations, results, strict=True):
