@@ -256,16 +256,21 @@ class Generation:
         self.exchanges.clear()
 
     def leave(self, rank: int) -> None:
-        """Records that a member has left the world: requests that need it fail."""
+        """Records that a member has left the world: requests that need it fail, and its own are over."""
         self.members[rank].is_present, self.members[rank].has_left = False, True
         self.left[rank] = None
-        for key in list(self.exchanges):
-            exchange = self.exchanges.get(key)
-            if exchange is not None and rank in exchange.members and rank not in exchange.values:
+        for key, exchange in list(self.exchanges.items()):
+            if rank in exchange.waiting:
+                exchange.waiting.pop(rank).close()
+            if rank in exchange.members and rank not in exchange.values:
                 self._fail_exchange(key, rank)
         for read, requests in list(self.reads.items()):
             for request, setter in list(requests.items()):
-                self._fail_read(read, request, setter)
+                if request.rank == rank:
+                    request.close()
+                    self._drop_read(read, request)
+                else:
+                    self._fail_read(read, request, setter)
         for group in [group for group in self.departed if rank in group[1]]:
             self._forget_departed(*group)
 
@@ -637,9 +642,8 @@ class Worlds:
         missing = generation.missing()
         states = generation.states(missing)
         late = [request]
-        if (
-            request.rank == self._host
-        ):  # the server is about to end: the others get the names of the missing ranks first
+        # The server is about to end: the others get the names of the missing ranks first.
+        if request.rank == self._host and generation in self._worlds[""].generations:
             late += [join for rank, join in generation.joins.items() if rank != request.rank]
         for join in late:
             del generation.joins[join.rank], generation.members[join.rank]
@@ -710,7 +714,7 @@ class Worlds:
         if generation.number:
             generation.leave(request.rank)
         else:
-            generation.joins.pop(request.rank, None)
+            generation.joins.pop(request.rank).close()
             del generation.members[request.rank]
         self._close(request.connection)
 
