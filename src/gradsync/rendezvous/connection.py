@@ -69,7 +69,6 @@ _DIAL_SECONDS = 3.0
 _FIRST_BACKOFF_SECONDS, _LAST_BACKOFF_SECONDS = 0.005, 0.5
 _THREAD_END_SECONDS = 0.2
 
-
 NO_REPORT = "(it reports nothing)"
 
 #: Called in a thread of its own when the world has failed, or its server is gone, unless a collective only took too

@@ -91,22 +91,23 @@ class _Peer(asyncio.Protocol):
             self.end(text)
 
     def send(self, kind: Kind, request: int, *fields: object) -> None:
-        """Sends a message to an authenticated peer."""
+        """Seals a message to an authenticated peer, which `flush` sends."""
         self._channel.seal(kind, request, *fields)
-        self.flush()
 
     def flush(self) -> None:
         """Hands the channel's bytes to asyncio, which writes them when there is room."""
         transport, outgoing = self._transport, self._channel.outgoing
         if transport is not None and outgoing and not transport.is_closing():
+            if transport.get_write_buffer_size() > MAX_OUTPUT_BYTES:  # of answers before this one, which may be longer
+                self.end(f"the peer has not read the last {MAX_OUTPUT_BYTES} bytes sent to it")
+                return
             transport.write(bytes(outgoing))
             outgoing.clear()
-            if transport.get_write_buffer_size() > MAX_OUTPUT_BYTES:
-                self.end(f"the peer has not read the last {MAX_OUTPUT_BYTES} bytes sent to it")
 
     def close(self, loop: asyncio.AbstractEventLoop) -> None:
         """Closes the connection once its last bytes are written, at the latest after a second."""
         if not self._is_closing and self._transport is not None:
+            self.flush()
             self._is_closing, self._cause = True, "closed by the server"
             self._transport.close()
             self.stop_timer()
@@ -179,6 +180,7 @@ class RendezvousServer:
         self.notices = _NoticeWriter()
         self._peers: dict[int, _Peer] = {}
         self._strangers: dict[int, _Peer] = {}  # those that have not authenticated, the oldest first
+        self._unsent: dict[int, _Peer] = {}  # those to which the core has said something
         self._admitted: set[int] = set()  # those that have authenticated
         self._next_number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -369,8 +371,10 @@ class RendezvousServer:
 
     def receive(self, number: int, message: Message) -> None:
         """Passes a message to the core."""
-        self._worlds.received(time.monotonic(), number, message)
-        self._set_timer()
+        try:
+            self._worlds.received(time.monotonic(), number, message)
+        finally:
+            self._finish()
 
     def forget(self, peer: _Peer, cause: str, *, is_silent: bool) -> None:
         """Forgets a connection that has ended."""
@@ -379,7 +383,7 @@ class RendezvousServer:
             self._admitted.discard(peer.number)
             _log.debug("rendezvous: connection %d ended: %s", peer.number, cause)
             self._worlds.lost(time.monotonic(), peer.number, cause, is_silent=is_silent)
-            self._set_timer()
+            self._finish()
             if not self._peers:
                 self._empty.set()
 
@@ -387,6 +391,7 @@ class RendezvousServer:
         peer = self._peers.get(number)
         if peer is not None:
             peer.send(kind, request, *fields)
+            self._unsent[number] = peer
 
     def _close_peer(self, number: int) -> None:
         peer = self._peers.get(number)
@@ -398,6 +403,13 @@ class RendezvousServer:
 
     def _process(self, world: str, rank: int, pid: int | None, how: str = "") -> None:
         self._worlds.process(time.monotonic(), world, rank, pid, how)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Sends what the core has said; a peer gets all of it at once."""
+        unsent, self._unsent = self._unsent, {}
+        for peer in unsent.values():
+            peer.flush()
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -413,8 +425,10 @@ class RendezvousServer:
 
     def _tick(self) -> None:
         self._timer = None
-        self._worlds.tick(time.monotonic())
-        self._set_timer()
+        try:
+            self._worlds.tick(time.monotonic())
+        finally:
+            self._finish()
 
 
 def _same(peer: _Peer) -> _Peer:
