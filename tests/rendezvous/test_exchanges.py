@@ -180,7 +180,31 @@ def test_an_exchange_with_a_root_gives_the_values_to_it_alone():
     """So that 16,384 ranks can offer what they have: only rank 0 reads it."""
     with world(3) as clients:
         got = on_each(clients, lambda client: client.exchange("x", b"%d" % client.rank, root=0))
-        if any(isinstance(each, Exception) for each in got):
-            raise got[0]
-        assert got[0] == [b"0", b"1", b"2"]
-        assert not any(got[1:])
+        assert got == [[b"0", b"1", b"2"], [], []]
+        clients[0].group([1, 0], "pair").exchange("y", b"0", root=0)
+        assert clients[1].group([1, 0], "pair").exchange("y", b"1", root=0) == [b"1", b"0"]
+        long = on_each(clients, lambda client: client.exchange("z", bytes(60 * 1024), root=2))
+        assert long == [[], [], [bytes(60 * 1024)] * 3]
+
+
+def test_a_root_names_who_is_missing_and_the_others_do_not_wait():
+    with world(3) as clients:
+        assert clients[2].exchange("x", b"2", root=0, timeout_seconds=0) == []
+        with pytest.raises(gs.InvalidArgument):
+            clients[1].exchange("x", b"1", root=1)
+        with pytest.raises(gs.RendezvousTimeout) as raised:
+            clients[0].exchange("x", b"0", root=0, timeout_seconds=0.05)
+        assert raised.value.missing_ranks == (1,)
+        clients[2].close()  # its value is there
+        assert clients[1].exchange("x", b"1", root=0) == []
+        assert clients[0].exchange("x", b"0", root=0) == [b"0", b"1", b"2"]
+
+
+def test_the_values_of_exchanges_that_have_not_ended_are_stored_and_so_are_limited(pair):
+    with pytest.raises(gs.RendezvousError) as raised:
+        for number in range(10_000):
+            pair[1].exchange(f"x{number}", bytes(60 * 1024), root=0)
+    assert not isinstance(raised.value, gs.InvalidArgument)
+    assert number > 1000
+    assert len(pair[0].exchange("x0", b"", root=0)) == 2
+    pair[1].set("key", bytes(59 * 1024))
