@@ -325,7 +325,7 @@ class Model:
             if len(first.members) == world.size:
                 first.number = world.formed = world.formed + 1
                 for wait in first.waits[:]:
-                    self._end(first, wait, Status.OK, first.number, list(range(world.size)))
+                    self._end(first, wait, Status.OK, first.number, None)  # None: all ranks
             elif gone:
                 self._fail(first, DIED, gone[0])
 
