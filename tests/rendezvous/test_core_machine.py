@@ -18,13 +18,14 @@ from gradsync.rendezvous.wire import Kind, Message, Status
 from gradsync.rendezvous.worlds import Worlds
 from rendezvous.reference_model import Model
 
-SIZES = {"": 3, "b": 2}  # by world
+SIZES = {"": 3, "b": 3}  # by world
 SEATS = st.sampled_from([(world, rank) for world, size in SIZES.items() for rank in range(size)])
 RANKS = st.integers(0, 2)
 NAMES = st.sampled_from(["a", "b"])
 KEYS = st.sampled_from(["a", "a/x", "b"])
 VALUES = st.sampled_from([b"", b"7", b"text"])
-MEMBERS = st.sampled_from([None, None, [0, 1], [1, 2], [0, 1, 2], [1, 0], [0, 3]])
+MEMBERS = st.sampled_from([None, None, None, [0, 1], [1, 2], [0, 1, 2], [1, 0], [0, 3]])
+ROOTS = st.sampled_from([None, None, None, 0, 1])
 NUMBERS = st.integers(0, 2)
 DEADLINES = st.sampled_from([0, 2000, 20_000])  # milliseconds
 STEP_SECONDS, LONGEST_SECONDS = 0.5, 21
@@ -97,15 +98,19 @@ class CoreMachine(RuleBasedStateMachine):
     @quietly
     @rule(seat=SEATS, reader=st.none() | SEATS, waits=st.booleans())
     def leave(self, seat: Seat, reader: Seat | None, waits: bool) -> None:
-        """Somebody reads what the rank that leaves never sets, before and after; it may wait itself."""
+        """It may wait itself. Another reads what it never sets, and the keys of a group of which it was the last."""
         if waits:
             self.exchange(seat, "left", None, b"", None, 2000)
             self.get(seat, "left", None, 2000)
-        for when in ("before", "after"):
-            if reader is not None:
-                self.get(reader, f"never {when}", seat[1], 20_000)
-            if when == "before":
-                self.ask(seat, Kind.LEAVE, "", None, 0)
+        self.ask(seat, Kind.SET, "group/key", b"1")
+        for other in [other for other in self.seats if other != seat]:
+            self.ask(other, Kind.LEAVE, "group", None, 1)
+        if reader is not None:
+            self.get(reader, "never", seat[1], 20_000)
+        self.ask(seat, Kind.LEAVE, "", None, 0)
+        if reader is not None:
+            self.get(reader, "never", seat[1], 20_000)
+            self.get(reader, "group/key", None, 0)
         self.quiet_steps = 0
 
     @rule(connection=st.integers(0, 20))
@@ -169,7 +174,12 @@ class CoreMachine(RuleBasedStateMachine):
         self.ask(seat, Kind.GET, below, None, 0)
 
     @rule(
-        seat=SEATS, name=NAMES, ranks=MEMBERS, value=VALUES, root=st.sampled_from([None, None, 0, 1]), within=DEADLINES
+        seat=SEATS,
+        name=NAMES,
+        ranks=MEMBERS,
+        value=VALUES,
+        root=ROOTS,
+        within=DEADLINES,
     )
     def exchange(
         self, seat: Seat, name: str, ranks: list[int] | None, value: bytes, root: int | None, within: int

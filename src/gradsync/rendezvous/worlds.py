@@ -171,9 +171,7 @@ class Generation:
         self.stored_bytes = 0
         self.reads: dict[str, dict[Request, int | None]] = {}  # key -> who waits for it -> who sets it
         self.exchanges: dict[tuple[str, Members], Exchange] = {}
-        self.departed: dict[
-            tuple[str, Members], dict[int, int]
-        ] = {}  # who has left a group, after how many collectives
+        self.departed: dict[tuple[str, Members], set[int]] = {}  # who has left a group
         self.stuck = Stuck(self)
 
     # -- Who is there --------------------------------------------------------------------------------------------
@@ -417,8 +415,8 @@ class Generation:
         """Records that a member has left a group, and tells the others."""
         members = self.members_of(ranks)
         if rank in members:
-            departed = self.departed.setdefault((group, members), {})
-            departed.setdefault(rank, begun)
+            departed = self.departed.setdefault((group, members), set())
+            departed.add(rank)
             for other, member in self.present():
                 if other in members and other != rank and other not in departed:
                     self._worlds.send(member.connection, Kind.LEFT, 0, group, rank, begun)
