@@ -22,7 +22,7 @@ SIZES = {"": 3, "b": 3}  # by world
 SEATS = st.sampled_from([(world, rank) for world, size in SIZES.items() for rank in range(size)])
 RANKS = st.integers(0, 2)
 NAMES = st.sampled_from(["a", "b"])
-KEYS = st.sampled_from(["a", "a/x", "b"])
+KEYS = st.sampled_from(["a", "a/x", "ab"])
 VALUES = st.sampled_from([b"", b"7", b"text"])
 MEMBERS = st.sampled_from([None, None, None, [0, 1], [1, 2], [0, 1, 2], [1, 0], [0, 3]])
 ROOTS = st.sampled_from([None, None, None, 0, 1])
@@ -96,22 +96,32 @@ class CoreMachine(RuleBasedStateMachine):
                 self.join((world, rank), 20_000, "m", "")
 
     @quietly
-    @rule(seat=SEATS, reader=st.none() | SEATS, waits=st.booleans())
-    def leave(self, seat: Seat, reader: Seat | None, waits: bool) -> None:
+    @rule(seat=SEATS, reader=st.none() | SEATS, waits=st.booleans(), also_others=st.booleans())
+    def leave(self, seat: Seat, reader: Seat | None, waits: bool, also_others: bool) -> None:
         """It may wait itself. Another reads what it never sets, and the keys of a group of which it was the last."""
         if waits:
             self.exchange(seat, "left", None, b"", None, 2000)
             self.get(seat, "left", None, 2000)
+        others = [other for other in self.seats if other != seat and other[0] == seat[0]]
         self.ask(seat, Kind.SET, "group/key", b"1")
-        for other in [other for other in self.seats if other != seat]:
+        for other in others:
             self.ask(other, Kind.LEAVE, "group", None, 1)
-        if reader is not None:
-            self.get(reader, "never", seat[1], 20_000)
-        self.ask(seat, Kind.LEAVE, "", None, 0)
-        if reader is not None:
-            self.get(reader, "never", seat[1], 20_000)
-            self.get(reader, "group/key", None, 0)
+        reads = [("never", seat[1], 20_000), ("by anybody", None, 20_000)]
+        for read in reads if reader else ():
+            self.get(reader, *read)
+        for leaver in [seat, *(other for other in others if also_others and other != reader)]:
+            self.ask(leaver, Kind.LEAVE, "", None, 0)
+        for read in [*reads, ("group/key", None, 0)] if reader else ():
+            self.get(reader, *read)
         self.quiet_steps = 0
+
+    @rule()
+    def go_after_a_failure(self) -> None:
+        """As ranks do; then the next generation forms."""
+        for connection in list(self.seats.values()):
+            found = self.model.find(connection)
+            if found is not None and found[0].failure is not None:
+                self.lose(connection, False)
 
     @rule(connection=st.integers(0, 20))
     def speak_without_having_joined(self, connection: int) -> None:
