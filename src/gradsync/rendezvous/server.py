@@ -17,6 +17,8 @@ import socket
 import threading
 import time
 import weakref
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -192,7 +194,7 @@ class RendezvousServer:
         self._thread: threading.Thread | None = None  # the same thread, if the server has started it
         self._empty = Latch(is_set=True)  # set while there is no connection
         self._over = Latch()  # set once the loop has ended
-        self._early: list[Any] = []  # what launchers told before the loop ran
+        self._calls: deque[Callable[[], None]] = deque()  # what other threads and handlers want done in the loop
         _servers.add(self)
 
     def __enter__(self) -> RendezvousServer:
@@ -220,7 +222,7 @@ class RendezvousServer:
         Raises:
             RendezvousError: the server was started or stopped before.
         """
-        self._claim()
+        self._claim(threading.get_ident())  # a handler that calls `stop` from now on must not wait for this thread
         self._run()
 
     def stop(self) -> None:
@@ -262,11 +264,12 @@ class RendezvousServer:
             with contextlib.suppress(OSError):
                 stream.close()
 
-    def _claim(self) -> None:
+    def _claim(self, runner: int | None = None) -> None:
         if self._is_claimed:
             raise RendezvousError(
                 f"the rendezvous server at {self.address} was started or stopped before; make a new server"
             )
+        self._runner = runner
         self._is_claimed = True
 
     # -- The loop ------------------------------------------------------------------------------------------------
@@ -279,17 +282,16 @@ class RendezvousServer:
             self._end()
 
     async def _serve(self) -> None:
+        if self._is_stopping:  # the listener may be closed
+            return
         loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
         self._listener.setblocking(False)
         tune_stream(self._listener)  # accepted sockets inherit the options: the server sets them only once
         loop.add_reader(self._listener, self._accept)
         self._loop = loop
-        early, self._early = self._early, []
-        for call in early:
-            call()
-        if not self._is_stopping:
-            await self._stopped.wait()
+        self._do_calls()
+        await self._stopped.wait()
         loop.remove_reader(self._listener)
         for peer in list(self._peers.values()):
             peer.end("the server has ended")
@@ -305,14 +307,17 @@ class RendezvousServer:
         self.notices.end()
         self._over.set()
 
-    def _call_soon(self, call: Any) -> None:
+    def _call_soon(self, call: Callable[[], None]) -> None:
         """Has the loop's thread call something; safe in any thread, and in a signal handler."""
+        self._calls.append(call)
         loop = self._loop
-        if loop is None:
-            self._early.append(call)
-        else:
+        if loop is not None:  # else it makes these calls as it begins
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(call)
+                loop.call_soon_threadsafe(self._do_calls)
+
+    def _do_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
 
     def _set_stopped(self) -> None:
         assert self._stopped is not None
