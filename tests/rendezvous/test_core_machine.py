@@ -28,6 +28,7 @@ MEMBERS = st.sampled_from([None, None, None, [0, 1], [1, 2], [0, 1, 2], [1, 0], 
 ROOTS = st.sampled_from([None, None, None, 0, 1])
 NUMBERS = st.integers(0, 2)
 DEADLINES = st.sampled_from([0, 2000, 20_000])  # milliseconds
+MISSING = st.sampled_from([None, None, [], [0], [2], [0, 1], [1, 2]])
 STEP_SECONDS, LONGEST_SECONDS = 0.5, 21
 QUIET_STEPS = 8  # between two that end something: else most requests would meet a generation that has failed
 ANSWERED = (Kind.JOIN, Kind.SET, Kind.GET, Kind.DELETE, Kind.EXCHANGE)
@@ -206,29 +207,42 @@ class CoreMachine(RuleBasedStateMachine):
         for seat in seats or list(self.seats):
             self.ask(seat, Kind.LEAVE, name, ranks, begun)
 
-    @rule(seat=SEATS, number=NUMBERS, missing=st.none() | st.sets(RANKS).map(sorted), is_over=st.booleans())
+    @rule(seat=SEATS, number=NUMBERS, missing=MISSING, is_over=st.booleans())
     def wait_in_a_collective(self, seat: Seat, number: int, missing: list[int] | None, is_over: bool) -> None:
         if not is_over or self.quiet_steps >= QUIET_STEPS:
             self.ask(seat, Kind.WAITING, "g", None, number, "all_reduce", 5000, missing, is_over)
 
+    @rule(but=st.none() | SEATS, begun=st.tuples(NUMBERS, NUMBERS, NUMBERS))
+    def answer(self, but: Seat | None, begun: tuple[int, ...]) -> None:
+        """All, or all but one, say what they have begun."""
+        for seat in list(self.seats):
+            if seat != but:
+                self.ask(seat, Kind.STATUS, {"g": [begun[seat[1]], []]}, "its report")
+
+    @quietly
     @rule(
         seat=SEATS,
-        number=st.none() | NUMBERS,
-        but=st.none() | SEATS,
+        waits=st.sampled_from(["a reader", "in it", ""]),
+        other=SEATS,
+        missing=MISSING,
+        begun=st.tuples(NUMBERS, NUMBERS, NUMBERS),
         state=st.sampled_from("STZ"),
-        begun=st.lists(NUMBERS, min_size=3, max_size=3),
     )
-    def answer(self, seat: Seat, number: int | None, but: Seat | None, state: str, begun: list[int]) -> None:
-        """All, or all but one, say what they have begun; the verdict comes when all who were asked have, or later."""
-        if number is not None:
-            self.wait_in_a_collective(seat, number, None, True)
-            self.wait_in_a_collective(seat, number + 1, [1], True)  # of which nobody hears
-        for other in list(self.seats):
-            if other != but:
-                self.ask(other, Kind.STATUS, {"g": [begun[other[1]], []]}, "its report")
-        if but in self.seats:
-            self.states[self.seats[but]] = state
+    def be_stuck(
+        self, seat: Seat, waits: str, other: Seat, missing: list[int] | None, begun: tuple[int, ...], state: str
+    ) -> None:
+        """Another waits elsewhere, or in the same collective; or it does not answer, and may be stopped."""
+        if waits == "a reader":
+            self.get(other, "never", None, 20_000)
+        elif waits == "in it":
+            self.wait_in_a_collective(other, 2, None, False)
+        self.wait_in_a_collective(seat, 2, missing, True)
+        self.wait_in_a_collective(other, 1, [1], True)  # of which nobody hears
+        self.answer(None if waits else other, begun)
+        if other in self.seats and not waits:
+            self.states[self.seats[other]] = state
             self.pass_time(6, None, 1)
+        self.quiet_steps = 0
 
     # The world around the core.
 
@@ -304,6 +318,6 @@ def without_texts(kind: Kind, request: int, *fields: Any) -> Any:
 
 
 # Time is no matter here: a busy machine may take long to draw an example.
-SETTINGS = settings(max_examples=150, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = settings(max_examples=300, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow])
 TestCoreMachine = CoreMachine.TestCase
 TestCoreMachine.settings = SETTINGS
