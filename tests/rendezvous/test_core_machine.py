@@ -97,9 +97,10 @@ class CoreMachine(RuleBasedStateMachine):
                 self.join((world, rank), 20_000, "m", "")
 
     @quietly
-    @rule(seat=SEATS, reader=st.none() | SEATS, waits=st.booleans(), also_others=st.booleans())
-    def leave(self, seat: Seat, reader: Seat | None, waits: bool, also_others: bool) -> None:
+    @rule(seat=SEATS, rank=RANKS, waits=st.booleans(), also_others=st.booleans())
+    def leave(self, seat: Seat, rank: int, waits: bool, also_others: bool) -> None:
         """It may wait itself. Another reads what it never sets, and the keys of a group of which it was the last."""
+        reader = seat[0], rank
         if waits:
             self.exchange(seat, "left", None, b"", None, 2000)
             self.get(seat, "left", None, 2000)
@@ -108,11 +109,11 @@ class CoreMachine(RuleBasedStateMachine):
         for other in others:
             self.ask(other, Kind.LEAVE, "group", None, 1)
         reads = [("never", seat[1], 20_000), ("by anybody", None, 20_000)]
-        for read in reads if reader else ():
+        for read in reads:
             self.get(reader, *read)
         for leaver in [seat, *(other for other in others if also_others and other != reader)]:
             self.ask(leaver, Kind.LEAVE, "", None, 0)
-        for read in [*reads, ("group/key", None, 0)] if reader else ():
+        for read in [*reads, ("group/key", None, 0)]:
             self.get(reader, *read)
         self.quiet_steps = 0
 
@@ -223,15 +224,16 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(
         seat=SEATS,
         waits=st.sampled_from(["a reader", "in it", ""]),
-        other=SEATS,
+        rank=RANKS,
         missing=MISSING,
         begun=st.tuples(NUMBERS, NUMBERS, NUMBERS),
         state=st.sampled_from("STZ"),
     )
     def be_stuck(
-        self, seat: Seat, waits: str, other: Seat, missing: list[int] | None, begun: tuple[int, ...], state: str
+        self, seat: Seat, waits: str, rank: int, missing: list[int] | None, begun: tuple[int, ...], state: str
     ) -> None:
         """Another waits elsewhere, or in the same collective; or it does not answer, and may be stopped."""
+        other = seat[0], rank
         if waits == "a reader":
             self.get(other, "never", None, 20_000)
         elif waits == "in it":
