@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -88,16 +88,7 @@ class World:
 class Model:
     """The worlds by name."""
 
-    def __init__(
-        self,
-        send: Callable[..., None],
-        close: Callable[[int], None],
-        state_of: Callable[[int], str],
-        *,
-        machine: str,
-        size: int,
-        host: int,
-    ) -> None:
+    def __init__(self, send: Any, close: Any, state_of: Any, *, machine: str, size: int, host: int) -> None:
         self.worlds = {"": World(size)}
         self._send, self._close, self._state_of, self._machine, self._host = send, close, state_of, machine, host
         self._now = self._looked_at = 0.0
@@ -126,16 +117,15 @@ class Model:
         else:
             generation, rank = found
             generation.members[rank].seen_at = now
-            is_asking = kind in (Kind.SET, Kind.GET, Kind.DELETE, Kind.EXCHANGE)
             if kind is Kind.LEAVE and not fields[0]:
-                self._leave(generation, request)
+                self._leave(generation, request, *fields)
             elif kind is Kind.FAIL:
                 self._fail(generation, DIED, fields[1] if fields[1] in generation.members else rank)
             elif kind in (Kind.BEAT, Kind.STATUS):
                 self._hear(generation, request, fields[0])
             elif generation.number and generation.failure is None:
                 getattr(self, f"_{kind.name.lower()}")(generation, request, *fields)
-            elif is_asking:
+            elif kind in (Kind.SET, Kind.GET, Kind.DELETE, Kind.EXCHANGE):
                 failure = generation.failure
                 self._answer(request, *(Status.FAILED, *failure) if failure else (Status.REFUSED,))
         self._advance()
@@ -172,19 +162,8 @@ class Model:
 
     # Messages.
 
-    def _join(
-        self,
-        request: Request,
-        found: tuple[Generation, int] | None,
-        name: str,
-        rank: int,
-        size: int,
-        min_size: None,
-        machine: str,
-        host: str,
-        pid: int,
-        timeout_ms: int,
-    ) -> None:
+    def _join(self, request: Request, found: tuple[Generation, int] | None, *fields: Any) -> None:
+        name, rank, size, _, machine, _, pid, _ = fields
         world = self.worlds.get(name) or World(size)
         is_refused = found is not None or size != world.size or not 0 <= rank < size
         is_refused |= any(rank == other for each in world.generations for other, _ in each.present())
@@ -221,16 +200,8 @@ class Model:
         generation.forget(prefix)
         self._answer(request, Status.OK)
 
-    def _exchange(
-        self,
-        generation: Generation,
-        request: Request,
-        name: str,
-        ranks: list[int] | None,
-        value: bytes,
-        root: int | None,
-        timeout_ms: int,
-    ) -> None:
+    def _exchange(self, generation: Generation, request: Request, *fields: Any) -> None:
+        name, ranks, value, root, _ = fields
         rank, members = request.rank, generation.ranks(ranks)
         key = name, members
         exchange = generation.exchanges.get(key) or Exchange(root)
@@ -254,9 +225,7 @@ class Model:
                 self._end(generation, wait, Status.OK, *[values] if any(values) else [])
         self._fail_what_needs_who_left(generation)
 
-    def _leave(
-        self, generation: Generation, request: Request, group: str = "", ranks: list[int] | None = None, begun: int = 0
-    ) -> None:
+    def _leave(self, generation: Generation, request: Request, group: str, ranks: Any, begun: int) -> None:
         rank, key = request.rank, (group, generation.ranks(ranks))
         if not group:
             self._close(request.connection)
@@ -284,18 +253,8 @@ class Model:
             if not generation.unanswered:
                 generation.verdict_at = self._now
 
-    def _waiting(
-        self,
-        generation: Generation,
-        request: Request,
-        group: str,
-        ranks: list[int] | None,
-        number: int,
-        what: str,
-        waited_ms: int,
-        missing: list[int] | None,
-        is_over: bool,
-    ) -> None:
+    def _waiting(self, generation: Generation, request: Request, *fields: Any) -> None:
+        _, ranks, number, _, _, missing, is_over = fields
         rank = request.rank
         if not is_over:
             generation.noted.add((number, rank))

@@ -198,10 +198,10 @@ class CoreMachine(RuleBasedStateMachine):
     ) -> None:
         self.ask(seat, Kind.EXCHANGE, name, ranks, value, root, within)
 
-    @rule(name=NAMES, value=VALUES, root=st.none() | RANKS)
-    def exchange_of_all(self, name: str, value: bytes, root: int | None) -> None:
-        for seat in list(self.seats):
-            self.exchange(seat, name, None, value and b"%d" % seat[1], root, 20_000)
+    @rule(name=NAMES, value=VALUES, root=ROOTS, but=st.none() | RANKS, within=DEADLINES)
+    def exchange_of_all(self, name: str, value: bytes, root: int | None, but: int | None, within: int) -> None:
+        for seat in [seat for seat in self.seats if seat[1] != but]:
+            self.exchange(seat, name, None, value and b"%d" % seat[1], root, within if but else 20_000)
 
     @rule(seats=st.just(()) | st.tuples(SEATS), name=NAMES, ranks=MEMBERS, begun=NUMBERS)
     def leave_group(self, seats: tuple[Seat, ...], name: str, ranks: list[int] | None, begun: int) -> None:
