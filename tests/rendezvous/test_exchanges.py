@@ -7,9 +7,10 @@ import os
 import pytest
 
 import gradsync as gs
+from commands import wait_until
 from gradsync.rendezvous.server import RendezvousServer
-from rendezvous.clients import connect, on_each, together, world
-from rendezvous.peer import SECRET
+from rendezvous.clients import connect, on_each, together, world, world_with_peer
+from rendezvous.peer import SECRET, Kind, Status
 
 
 @pytest.fixture
@@ -95,6 +96,17 @@ def test_more_missing_ranks_than_an_error_lists_are_all_in_its_fields():
     assert "83 more" in raised.value.missing
 
 
+def test_a_second_arrival_of_a_rank_takes_the_place_of_its_first():
+    """Perhaps Ctrl-C has ended the first, of which the server does not know."""
+    with world_with_peer(2) as ([client], peer):
+        first, second = [peer.send(Kind.EXCHANGE, "x", None, value, None, 60_000) for value in (b"first", b"second")]
+        ended = peer.answer()
+        assert (ended.request, ended.status) == (first, Status.INVALID)
+        assert client.exchange("x", b"0") == [b"0", b"second"]
+        answer = peer.answer()
+        assert (answer.request, answer.values) == (second, [[b"0", b"second"]])
+
+
 # -- Mistakes ---------------------------------------------------------------------------------------------------------
 
 MISTAKES = {
@@ -159,6 +171,14 @@ def test_members_are_numbered_as_listed_and_have_keys_of_their_own():
         three = (3, (3, 0, 2))
         assert on_each(clients, work) == [(1, *three, None), None, (2, *three, (0, (2, 3))), (0, *three, (1, (2, 3)))]
         assert clients[0].get("key") == b"of the world"
+
+
+def test_who_has_left_a_group_is_known_to_its_other_members_without_a_question():
+    with world(3) as clients:
+        groups = [clients[rank].group([2, 0], "pair") for rank in (0, 2)]
+        groups[0].announce_left("comm", 3)
+        wait_until(lambda: groups[1].left_ranks("comm") == {0: 3})
+        assert groups[0].left_ranks("comm") == groups[1].left_ranks("another") == clients[1].left_ranks("comm") == {}
 
 
 @pytest.mark.parametrize("first", [0, 1])
