@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 import tracemalloc
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import gradsync as gs
 from gradsync.rendezvous import wire
@@ -75,6 +78,58 @@ def test_a_rank_joins_once_on_one_connection(server):
         assert peer.join(world="one").status == Status.OK
         assert peer.join(world="two").status == Status.REFUSED
         assert peer.rest() == []
+
+
+NUMBERS = st.sampled_from([-(2**63), -1, 0, 1, 2, 3, 2**31, 2**64 - 1])
+TEXTS = st.sampled_from(["", "g", "another"])
+VALUES = st.recursive(
+    NUMBERS | TEXTS | st.sampled_from([None, True, 0.5, b""]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS | NUMBERS, inner, max_size=3),
+    max_leaves=8,
+)
+LISTS, DICTS = st.none() | st.lists(VALUES, max_size=3), st.dictionaries(TEXTS | NUMBERS, VALUES, max_size=3)
+RANKS, DATA = st.none() | NUMBERS, st.just(b"value")
+#: By kind: fields of the right types, with anything in them.
+MAD = {
+    "JOIN": (TEXTS, NUMBERS, NUMBERS, RANKS, TEXTS, TEXTS, NUMBERS, NUMBERS),
+    "SET": (TEXTS, DATA),
+    "GET": (TEXTS, RANKS, NUMBERS),
+    "DELETE": (TEXTS,),
+    "EXCHANGE": (TEXTS, LISTS, DATA, RANKS, NUMBERS),
+    "LEAVE": (TEXTS, LISTS, NUMBERS),
+    "FAIL": (TEXTS, RANKS),
+    "BEAT": (DICTS,),
+    "WAITING": (TEXTS, LISTS, NUMBERS, TEXTS, NUMBERS, LISTS, st.booleans()),
+    "STATUS": (DICTS, TEXTS),
+}
+MESSAGES = st.sampled_from(sorted(MAD)).flatmap(lambda kind: st.tuples(st.just(kind), st.tuples(*MAD[kind])))
+SANE = (
+    ("EXCHANGE", ("g", None, b"", None, 1000)),
+    ("GET", ("g", 2, 1000)),
+    ("STATUS", ({"g": (2, ((1, 2, "barrier #1", False),))}, "here")),
+    ("WAITING", ("g", None, 3, "barrier #3", 5000, None, True)),
+)
+
+
+@settings(max_examples=150)
+@given(said=st.lists(MESSAGES, min_size=1, max_size=6))
+def test_what_a_mad_member_says_is_an_error_over_its_own_messages_alone(said):
+    """Never over another member's, and never later: the server could not tell whose connection to end."""
+    worlds = Worlds(lambda *_: None, lambda _: None, lambda _: None, lambda _: "")
+    for rank in range(3):
+        worlds.received(0.0, rank, wire.Message(wire.Kind.JOIN, 1, list(joining(rank, 3))))
+    for number, (kind, fields) in enumerate(said):
+        try:
+            worlds.received(1.0, 2, wire.Message(wire.Kind[kind], number, list(fields)))
+        except Exception:
+            worlds.lost(1.0, 2, "as the server says then")
+            break
+        for rank, (sane, its_fields) in itertools.product((0, 1), SANE):
+            worlds.received(1.0, rank, wire.Message(wire.Kind[sane], 2, list(its_fields)))
+        worlds.tick(1.0 + number)
+    for seconds in range(2, 20, 3):
+        worlds.tick(float(seconds))
+        worlds.next_deadline()
 
 
 @pytest.mark.slow
