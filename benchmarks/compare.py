@@ -72,12 +72,13 @@ class Compare:
     Attributes:
         disabled: --benchmark-disable: each case runs one round, to see that it runs.
         commits: of --against.
+        contender: of this case.
     """
 
     def __init__(self, contender: str, side_by_side: Sequence[str], benchmark: Any, teams: Teams, rows: Any) -> None:
         self.disabled: bool = benchmark.disabled
         self.commits = teams.commits
-        self._contender, self._side_by_side = contender, [contender] if self.disabled else side_by_side
+        self.contender, self._side_by_side = contender, [contender] if self.disabled else side_by_side
         self._benchmark, self._teams, self._rows = benchmark, teams, {} if self.disabled else rows
         self._row: Row = Row("")
 
@@ -123,21 +124,21 @@ class Compare:
                 self._teams.failed(name)
                 pytest.fail(str(error), pytrace=False)
         self._row = self._rows[name]
-        if self._contender in self._row.absent:
-            pytest.skip(self._row.absent[self._contender])
-        if self._contender not in self._row.seconds:
+        if self.contender in self._row.absent:
+            pytest.skip(self._row.absent[self.contender])
+        if self.contender not in self._row.seconds:
             pytest.fail("the row was not measured, see above", pytrace=False)
-        team = self._teams.of(self._contender, ranks, environment or {})
+        team = self._teams.of(self.contender, ranks, environment or {})
         if ranks != 0:
             self._benchmark.extra_info |= {"ranks": ranks or self._teams.ranks, "backend": team.backend}
-        self._count(self._row.all_seconds()[self._contender])
+        self._count(self._row.all_seconds()[self.contender])
         return team
 
     def note(self, **values: Any) -> None:
         """Adds what is no time to this case: to its JSON, and to the end of the output."""
         self._benchmark.extra_info |= values
         texts = [f"{k.replace('_', ' ')} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()]
-        self._row.notes.append(f"{self._row.name}, {self._contender}: {', '.join(texts)}")
+        self._row.notes.append(f"{self._row.name}, {self.contender}: {', '.join(texts)}")
 
     def _take_turns(
         self, row: Row, prepare: Callable[[str], Any], starts: int, rounds: int, warm_up: int, calls: int
@@ -170,5 +171,5 @@ class Compare:
         def advance() -> None:
             CLOCK.now += next(times)
 
-        self._benchmark.group, self._benchmark.name = self._row.name, self._contender
+        self._benchmark.group, self._benchmark.name = self._row.name, self.contender
         self._benchmark.pedantic(advance, rounds=len(samples))

@@ -1,7 +1,8 @@
 """How long 1,024 ranks take to meet at a rendezvous server: they join, share an id, and wait for each other.
 
-The server is `gradsync serve`, a process of its own. Its ranks are simulated: one loop in this process speaks for all,
-because a thousand real ones do not fit on a machine. So a time has the work of all ranks in it, on one core.
+The server is a process of its own: `gradsync serve`, or one that hosts torch's TCPStore. Its ranks are simulated: this
+process speaks for all, because a thousand real ones do not fit on a machine. So a time has the work of all ranks in
+it, on one core; what the server itself needs is noted beside.
 """
 
 from __future__ import annotations
@@ -10,24 +11,35 @@ import gc
 import os
 import selectors
 import socket
+import subprocess
+import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from statistics import median
+from typing import Any
 
 import pytest
 
 from compare import Compare, contenders
 
 # A rank's client has a thread of its own, and no machine runs a thousand at once. So the simulated ranks use what is
-# below it, private names: the same handshake, the same frames. Only SimulatedRank knows of them.
+# below it, private names: the same handshake, the same messages. Only SimulatedRank knows of them.
 from gradsync.machine import machine_identity
-from gradsync.rendezvous.frames import FrameType
-from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake
 from gradsync.rendezvous.sockets import raise_limit
-from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameReader
-from systems import Absent, Step, rendezvous_server
+from gradsync.rendezvous.wire import Channel, Kind, Status
+from systems import NO_TORCH, Absent, Step, rendezvous_server, started
 
 UNIQUE_ID = bytes(range(128))  # as long as NCCL's
 PATIENCE_SECONDS = 60
+TCP_STORE = """
+import sys
+import time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, int(sys.argv[1]), True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
 
 
 class SimulatedRank:
@@ -37,36 +49,40 @@ class SimulatedRank:
         answer: the server's, to the last request; None until it comes.
     """
 
-    PUT_ID = FrameType.SET, "id", UNIQUE_ID
-    GET_ID = FrameType.GET, "id", 0
-    BARRIER = FrameType.EXCHANGE, "all ready", None, b""
+    MILLISECONDS = PATIENCE_SECONDS * 1000
+    PUT_ID = Kind.SET, "id", UNIQUE_ID
+    GET_ID = Kind.GET, "id", 0, MILLISECONDS
+    BARRIER = Kind.EXCHANGE, "all ready", None, b"", None, MILLISECONDS
     MACHINE = machine_identity()  # a real rank reads it once, and this process is a thousand
 
     def __init__(self, rank: int, ranks: int, address: tuple[str, int], secret: bytes) -> None:
-        self.answer = None
+        self.answer: list[Any] | None = None
         self.stream = socket.create_connection(address, PATIENCE_SECONDS)
         self.stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._join = FrameType.JOIN, rank, ranks, self.MACHINE, "node", os.getpid()
-        self._handshake = ClientHandshake(secret, os.urandom(NONCE_BYTES))
-        self._reader, self._session = FrameReader(), None
-        self.stream.sendall(self._handshake.hello())
+        self._join = Kind.JOIN, "", rank, ranks, None, self.MACHINE, "node", os.getpid(), self.MILLISECONDS
+        self._channel = Channel(secret)
+        self._send()
 
-    def ask(self, *request: object) -> None:
+    def ask(self, kind: Kind, *fields: Any) -> None:
         self.answer = None
-        self.stream.sendall(self._session.seal(*request))
+        self._channel.seal(kind, 1, *fields)
+        self._send()
 
     def read(self) -> None:
         data = self.stream.recv(65536)
         assert data, "the server has closed a rank's connection"
-        self._reader.feed(data)
-        while (frame := self._reader.next_frame()) is not None:
-            if self._session is None:
-                proof, self._session = self._handshake.receive(frame)
-                self._reader.limit_bytes = MAX_FRAME_BYTES
-                self.stream.sendall(proof + self._session.seal(*self._join))
-            elif (message := self._session.open(frame)).type is not FrameType.PULSE:
-                assert message.type is FrameType.REPLY, message
-                self.answer = message.fields
+        was_open = self._channel.is_open
+        for message in self._channel.feed(data):
+            status, is_last, *values = message.fields
+            assert (message.kind, status) == (Kind.REPLY, Status.OK), message.fields
+            if is_last:
+                self.answer = values
+        if self._channel.is_open and not was_open:
+            self.ask(*self._join)
+
+    def _send(self) -> None:
+        self.stream.sendall(self._channel.outgoing)
+        self._channel.outgoing.clear()
 
 
 class Meeting:
@@ -90,7 +106,7 @@ class Meeting:
         first, *others = self._ranks
         self._ask([first], SimulatedRank.PUT_ID)
         self._ask(others, SimulatedRank.GET_ID)
-        assert all(UNIQUE_ID in rank.answer for rank in others)
+        assert all(rank.answer == [UNIQUE_ID] for rank in others)
 
     def barrier(self) -> None:
         self._ask(self._ranks, SimulatedRank.BARRIER)
@@ -100,7 +116,7 @@ class Meeting:
         for rank in self._ranks:
             rank.stream.close()
 
-    def _ask(self, ranks: list[SimulatedRank], request: tuple[object, ...]) -> None:
+    def _ask(self, ranks: list[SimulatedRank], request: tuple[Any, ...]) -> None:
         for rank in ranks:
             rank.ask(*request)
         self._serve(ranks)
@@ -116,14 +132,75 @@ class Meeting:
                     waiting.discard(key.data)
 
 
-def meeting(_: str, size: int, phase: str) -> Step:
+class TorchMeeting:
+    """The same with the clients of torch, which wait for each answer: one rank speaks after the other."""
+
+    def __init__(self, size: int, port: int) -> None:
+        self._size, self._port = size, port
+        self._stores: list[Any] = []
+
+    def join(self) -> None:
+        from torch.distributed import TCPStore
+
+        for _ in range(self._size):
+            self._stores.append(TCPStore("127.0.0.1", self._port, self._size, False, wait_for_workers=False))
+        self._meet("joined")
+
+    def share_id(self) -> None:
+        self._stores[0].set("id", UNIQUE_ID)
+        assert all(store.get("id") == UNIQUE_ID for store in self._stores[1:])
+
+    def barrier(self) -> None:
+        self._meet("all ready")
+
+    def close(self) -> None:
+        self._stores.clear()
+
+    def _meet(self, name: str) -> None:
+        """As torch does: each adds one, the last one sets a key, and all wait for it."""
+        for store in self._stores:
+            if store.add(name, 1) == self._size:
+                store.set(f"{name}: all", "")
+        for store in self._stores:
+            store.wait([f"{name}: all"])
+
+
+@contextmanager
+def a_meeting(contender: str, size: int) -> Iterator[tuple[subprocess.Popen[str], Meeting | TorchMeeting]]:
+    """Yields a new server's process, and its ranks."""
+    if contender == "TCPStore":
+        command = [sys.executable, "-c", TCP_STORE, str(size)]
+        with started(command) as server, closing(TorchMeeting(size, int(server.stdout.readline()))) as torch_ranks:
+            yield server, torch_ranks
+    else:
+        with rendezvous_server(size) as (server, address, secret), closing(Meeting(size, address, secret)) as ranks:
+            yield server, ranks
+
+
+def cpu_seconds(pid: int) -> float:
+    with open(f"/proc/{pid}/stat") as file:
+        user, system = file.read().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+SERVER_SECONDS: dict[str, list[float]] = {}  # what the servers of each contender have needed for a whole meeting
+
+
+def meeting(contender: str, size: int, phase: str) -> Step:
     """A step is a whole meeting, of which one phase counts."""
     if raise_limit(size) is not None:
         raise Absent(f"{size} open files: ulimit -Hn {size + 256}")
+    if contender == "TCPStore":
+        try:
+            import torch.distributed  # noqa: F401
+        except ImportError:
+            raise Absent(NO_TORCH) from None
+    SERVER_SECONDS[contender] = []
 
     def step() -> float:
         seconds = {}
-        with rendezvous_server(size) as (server, address, secret), closing(Meeting(size, address, secret)) as ranks:
+        with a_meeting(contender, size) as (server, ranks):
+            before = cpu_seconds(server.pid)
             gc.disable()  # a real rank is a process; here a collection would stop a thousand of them
             try:
                 for name, play in {"join": ranks.join, "id": ranks.share_id, "barrier": ranks.barrier}.items():
@@ -132,6 +209,7 @@ def meeting(_: str, size: int, phase: str) -> Step:
                     seconds[name] = time.perf_counter() - began
             finally:
                 gc.enable()
+                SERVER_SECONDS[contender].append(cpu_seconds(server.pid) - before)
                 server.kill()  # before its ranks go, which it would mourn one by one
         return sum(seconds.values()) if phase == "all together" else seconds[phase]
 
@@ -139,7 +217,9 @@ def meeting(_: str, size: int, phase: str) -> Step:
 
 
 @pytest.mark.parametrize("phase", ["join", "id", "barrier", "all together"])
-@contenders("gradsync serve")
+@contenders("gradsync serve", "TCPStore")
 def test_meeting(compare: Compare, phase: str) -> None:
     size = 64 if compare.disabled else 1024
     compare(f"{size:,} ranks meet: {phase}", meeting, size, phase, ranks=0, rounds=5, warm_up=1)
+    if phase == "all together":
+        compare.note(server_CPU_seconds=median(SERVER_SECONDS[compare.contender]))

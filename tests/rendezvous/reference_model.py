@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,14 +22,13 @@ class Failure(NamedTuple):
     missing: list[int]
 
 
-@dataclass(eq=False)
-class Request:
+class Request(NamedTuple):
     connection: int
     number: int
     kind: Kind
     rank: int
-    deadline: float = 0.0
-    what: Any = None  # that it waits for: a key and who sets it, or an exchange
+    deadline: float
+    what: Any  # that it waits for: a key and who sets it, or an exchange's name and members
 
 
 @dataclass
@@ -48,7 +47,7 @@ class Member:
     is_present: bool = True
 
 
-@dataclass
+@dataclass(eq=False)
 class Generation:
     size: int
     number: int = 0
@@ -65,11 +64,13 @@ class Generation:
     unanswered: set[int] = field(default_factory=set)
     verdict_at: float | None = None
 
-    def ranks(self, ranks: list[int] | None) -> tuple[int, ...]:
-        return tuple(range(self.size) if ranks is None else ranks)
+    def present(self) -> list[tuple[int, Member]]:
+        return [(rank, member) for rank, member in self.members.items() if member.is_present]
 
-    def waits_of(self, kind: Kind) -> list[Request]:
-        return [wait for wait in self.waits if wait.kind is kind]
+    def ranks(self, ranks: list[int] | None) -> tuple[int, ...]:
+        """Returns the ranks that a message names; none if that is no list of ranks in order."""
+        found = tuple(range(self.size) if ranks is None else ranks)
+        return found if found == tuple(sorted({*found} & {*range(self.size)})) else ()
 
     def forget(self, prefix: str) -> None:
         for key in [key for key in self.values if key == prefix or key.startswith(f"{prefix}/")]:
@@ -85,50 +86,48 @@ class World:
 
 
 class Model:
-    """The worlds by name; see `Worlds`."""
+    """The worlds by name."""
 
-    def __init__(
-        self,
-        send: Callable[..., None],
-        close: Callable[[int], None],
-        state_of: Callable[[int], str],
-        *,
-        machine: str,
-        size: int,
-        host: int,
-    ) -> None:
+    def __init__(self, send: Any, close: Any, state_of: Any, *, machine: str, size: int, host: int) -> None:
         self.worlds = {"": World(size)}
-        self.now = 0.0
         self._send, self._close, self._state_of, self._machine, self._host = send, close, state_of, machine, host
+        self._now = self._looked_at = 0.0
 
     def find(self, connection: int) -> tuple[Generation, int] | None:
         """Returns the generation of which this connection is a member, and as which rank."""
-        found = [(member.connection, each, rank) for each, rank, member in self._present()]
-        return next(((each, rank) for its, each, rank in found if its == connection), None)
+        found = (
+            (each, rank)
+            for each in self._generations()
+            for rank, member in each.present()
+            if member.connection == connection
+        )
+        return next(found, None)
 
     # Events.
 
     def received(self, now: float, connection: int, message: Message) -> None:
+        self._now = now
         kind, fields, found = message.kind, message.fields, self.find(connection)
-        request = Request(connection, message.request, kind, -1)
-        if kind in (Kind.JOIN, Kind.GET, Kind.EXCHANGE):
-            *fields, milliseconds = fields
-            request.deadline = now + milliseconds / 1000
+        deadline = now + fields[-1] / 1000 if kind in (Kind.JOIN, Kind.GET, Kind.EXCHANGE) else 0.0
+        request = Request(connection, message.request, kind, found[1] if found else -1, deadline, None)
         if kind is Kind.JOIN:
-            self._join(now, request, found, *fields)
+            self._join(request, found, *fields)
         elif found is None:
             self._close(connection)
         else:
-            generation, request.rank = found
-            generation.members[request.rank].seen_at = now
-            is_running = generation.number and generation.failure is None
-            if is_running or kind in (Kind.FAIL, Kind.BEAT, Kind.STATUS) or (kind is Kind.LEAVE and not fields[0]):
-                self.now = now
+            generation, rank = found
+            generation.members[rank].seen_at = now
+            if kind is Kind.LEAVE and not fields[0]:
+                self._leave(generation, request, *fields)
+            elif kind is Kind.FAIL:
+                self._fail(generation, DIED, fields[1] if fields[1] in generation.members else rank)
+            elif kind in (Kind.BEAT, Kind.STATUS):
+                self._hear(generation, request, fields[0])
+            elif generation.number and generation.failure is None:
                 getattr(self, f"_{kind.name.lower()}")(generation, request, *fields)
-            elif generation.failure is not None and kind not in (Kind.LEAVE, Kind.WAITING):
-                self._answer(request, Status.FAILED, *generation.failure)
-            elif kind not in (Kind.LEAVE, Kind.WAITING):
-                self._answer(request, Status.REFUSED)
+            elif kind in (Kind.SET, Kind.GET, Kind.DELETE, Kind.EXCHANGE):
+                failure = generation.failure
+                self._answer(request, *(Status.FAILED, *failure) if failure else (Status.REFUSED,))
         self._advance()
 
     def lost(self, now: float, connection: int, cause: str, *, is_silent: bool = False) -> None:
@@ -136,28 +135,234 @@ class Model:
             generation, rank = found
             generation.members[rank].is_present = False
             self._fail(generation, SILENT if is_silent else DIED, rank)
-        self._advance()
+            self._advance()
 
     def process(self, now: float, world: str, rank: int, pid: int | None, how: str = "") -> None:
         if world in self.worlds and pid is None:
-            self.worlds[world].ended.setdefault(rank)
+            self.worlds[world].ended[rank] = None
         elif world in self.worlds:
             self.worlds[world].ended.pop(rank, None)
         self._advance()
 
     def tick(self, now: float) -> None:
-        generations = list(dict.fromkeys(map(id, ())))  # placeholder
-        del generations
         waits = [(wait.deadline, wait.number, wait, each) for each in self._generations() for wait in each.waits]
-        for deadline, _, wait, generation in sorted(waits):
+        for deadline, _, wait, generation in sorted(waits, key=lambda found: found[:2]):
             if deadline <= now and wait in generation.waits:
                 self._time_out(generation, wait)
         for generation in self._generations():
             if generation.failure is None and generation.verdict_at is not None and generation.verdict_at <= now:
                 self._verdict(generation)
-        if now > self.now:  # it looks once at each moment
-            for generation, rank, member in sorted(self._present(), key=lambda found: found[2].connection):
-                if now - member.seen_at >= SILENT_SECONDS and self._state_of(member.pid) in ("T", "Z"):
+        if now > self._looked_at:  # once at each moment
+            members = [(member, rank, each) for each in self._generations() for rank, member in each.present()]
+            for member, rank, generation in sorted(members, key=lambda found: found[0].connection):
+                if now - member.seen_at >= SILENT_SECONDS and self._state(member) in ("T", "Z"):
                     self._fail(generation, SILENT, rank)
-        self.now = now
+        self._looked_at = now
         self._advance()
+
+    # Messages.
+
+    def _join(self, request: Request, found: tuple[Generation, int] | None, *fields: Any) -> None:
+        name, rank, size, _, machine, _, pid, _ = fields
+        world = self.worlds.get(name) or World(size)
+        is_refused = found is not None or size != world.size or not 0 <= rank < size
+        is_refused |= any(rank == other for each in world.generations for other, _ in each.present())
+        generation = next((each for each in world.generations if rank not in each.members), Generation(size))
+        if is_refused or generation.failure is not None:
+            self._answer(request, *(Status.REFUSED,) if is_refused else (Status.FAILED, *generation.failure))
+            self._close(request.connection)
+            return
+        self.worlds[name] = world
+        if generation not in world.generations:
+            world.generations.append(generation)
+        generation.members[rank] = Member(request.connection, pid if machine == self._machine else 0, self._now)
+        generation.late.discard(rank)
+        generation.waits.append(request._replace(rank=rank))
+        self._send(request.connection, Kind.REPLY, request.number, Status.OK, False, [])
+
+    def _set(self, generation: Generation, request: Request, key: str, value: bytes) -> None:
+        self._answer(request, Status.OK)
+        generation.values[key] = value
+        for wait in generation.waits[:]:
+            if wait.kind is Kind.GET and wait.what[0] == key:
+                self._end(generation, wait, Status.OK, value)
+
+    def _get(self, generation: Generation, request: Request, key: str, setter: int | None, timeout_ms: int) -> None:
+        if key in generation.values:
+            self._answer(request, Status.OK, generation.values[key])
+        elif setter is not None and not 0 <= setter < generation.size:
+            self._answer(request, Status.INVALID)
+        else:
+            generation.waits.append(request._replace(what=(key, setter)))
+            self._fail_what_needs_who_left(generation)
+
+    def _delete(self, generation: Generation, request: Request, prefix: str) -> None:
+        generation.forget(prefix)
+        self._answer(request, Status.OK)
+
+    def _exchange(self, generation: Generation, request: Request, *fields: Any) -> None:
+        name, ranks, value, root, _ = fields
+        rank, members = request.rank, generation.ranks(ranks)
+        key = name, members
+        exchange = generation.exchanges.get(key) or Exchange(root)
+        if not {rank, rank if root is None else root} <= {*members} or exchange.root != root:
+            self._answer(request, Status.INVALID)
+            return
+        generation.exchanges[key] = exchange
+        for wait in self._arrived(generation, key):
+            if wait.rank == rank:
+                self._end(generation, wait, Status.INVALID)
+        exchange.values[rank] = value
+        exchange.late.discard(rank)
+        if root in (None, rank):
+            generation.waits.append(request._replace(what=key))
+        else:
+            self._answer(request, Status.OK)
+        if len(exchange.values) == len(members):
+            del generation.exchanges[key]
+            values = [exchange.values[member] for member in members]
+            for wait in self._arrived(generation, key):
+                self._end(generation, wait, Status.OK, *[values] if any(values) else [])
+        self._fail_what_needs_who_left(generation)
+
+    def _leave(self, generation: Generation, request: Request, group: str, ranks: Any, begun: int) -> None:
+        rank, key = request.rank, (group, generation.ranks(ranks))
+        if not group:
+            self._close(request.connection)
+            generation.waits = [wait for wait in generation.waits if wait.rank != rank]
+            generation.members[rank].is_present = False
+            if generation.number:
+                generation.left.append(rank)
+                self._fail_what_needs_who_left(generation)
+            else:
+                del generation.members[rank]
+        elif rank in key[1]:
+            departed = generation.departed.setdefault(key, set())
+            departed.add(rank)
+            self._send_all(generation, {*key[1]} - departed, Kind.LEFT, group, rank, begun)
+        for (name, members), departed in list(generation.departed.items()):
+            if {*members} <= {*departed, *generation.left}:
+                del generation.departed[name, members]
+                generation.forget(name)
+
+    def _hear(self, generation: Generation, request: Request, status: dict[str, Any]) -> None:
+        begun = status.get("g", 0)
+        generation.members[request.rank].begun = begun if request.kind is Kind.BEAT or not begun else begun[0]
+        if request.kind is Kind.STATUS and request.rank in generation.unanswered:
+            generation.unanswered.discard(request.rank)
+            if not generation.unanswered:
+                generation.verdict_at = self._now
+
+    def _waiting(self, generation: Generation, request: Request, *fields: Any) -> None:
+        _, ranks, number, _, _, missing, is_over = fields
+        rank = request.rank
+        if not is_over:
+            generation.noted.add((number, rank))
+            return
+        if generation.verdict_at is None:
+            generation.verdict_at = self._now + ANSWER_SECONDS
+            generation.unanswered = {other for other, _ in generation.present()}
+            self._send_all(generation, generation.unanswered, Kind.ASK)
+        elif number != next(iter(generation.stuck.values()))[0]:
+            return
+        missing = [other for other in missing or () if other in generation.members and other != rank]
+        generation.stuck[rank] = number, generation.ranks(ranks), missing
+
+    # What follows.
+
+    def _advance(self) -> None:
+        for name, world in list(self.worlds.items()):
+            world.generations = [each for each in world.generations if each.present()]
+            if not world.generations:
+                if name:
+                    del self.worlds[name]
+                continue
+            first = world.generations[0]
+            gone = [rank for rank in world.ended if rank not in first.members]
+            if first.number or first.failure is not None:
+                continue
+            if len(first.members) == world.size:
+                first.number = world.formed = world.formed + 1
+                for wait in first.waits[:]:
+                    self._end(first, wait, Status.OK, first.number, None)  # None: all ranks
+            elif gone:
+                self._fail(first, DIED, gone[0])
+
+    def _time_out(self, generation: Generation, wait: Request) -> None:
+        if wait.kind is Kind.JOIN:
+            missing = _missing(range(generation.size), generation.members, generation.late)
+            is_host = wait.rank == self._host and generation in self.worlds[""].generations
+            for each in generation.waits[:] if is_host else [wait]:
+                del generation.members[each.rank]
+                generation.late.add(each.rank)
+                self._end(generation, each, Status.TIMED_OUT, missing)
+                self._close(each.connection)
+        elif wait.kind is Kind.GET:
+            self._end(generation, wait, Status.TIMED_OUT, [] if wait.what[1] is None else [wait.what[1]])
+        else:
+            exchange = generation.exchanges[wait.what]
+            self._end(generation, wait, Status.TIMED_OUT, _missing(wait.what[1], exchange.values, exchange.late))
+            del exchange.values[wait.rank]
+            exchange.late.add(wait.rank)
+            if not exchange.values:
+                del generation.exchanges[wait.what]
+
+    def _verdict(self, generation: Generation) -> None:
+        for rank in sorted(generation.unanswered):
+            if generation.members[rank].is_present and self._state(generation.members[rank]) == "T":
+                self._fail(generation, SILENT, rank)
+                return
+        first, (number, members, missing) = next(iter(generation.stuck.items()))
+        if number and not missing:
+            waiting = {*generation.stuck, *[rank for noted, rank in generation.noted if noted == number]}
+            missing = [rank for rank in members if generation.members[rank].begun < number and rank not in waiting]
+        waits = {wait.rank for wait in generation.waits}
+        blamed = min(missing, key=lambda rank: (rank in waits, rank), default=first)
+        self._fail(generation, STUCK, blamed, missing)
+
+    def _fail(self, generation: Generation, kind: int, rank: int, missing: list[int] | None = None) -> None:
+        """The first failure stays, and answers all requests of all members."""
+        if generation.failure is None:
+            generation.failure = Failure(kind, rank, "running" if generation.number else "joining", missing or [])
+            generation.waits.clear()
+            self._send_all(generation, generation.members, Kind.FAILED, *generation.failure)
+
+    def _fail_what_needs_who_left(self, generation: Generation) -> None:
+        left = generation.left
+        for key, exchange in list(generation.exchanges.items()):
+            if gone := [rank for rank in key[1] if rank in left and rank not in exchange.values]:
+                del generation.exchanges[key]
+                for wait in self._arrived(generation, key):
+                    self._end(generation, wait, Status.FAILED, DIED, gone[0], "left", [])
+        for wait in generation.waits[:]:
+            setter = wait.what[1] if wait.kind is Kind.GET else None
+            if setter in left or (wait.kind is Kind.GET and len(left) >= generation.size - 1):
+                self._end(generation, wait, Status.FAILED, DIED, setter if setter in left else left[-1], "left", [])
+
+    def _arrived(self, generation: Generation, key: tuple[str, tuple[int, ...]]) -> list[Request]:
+        return [wait for wait in generation.waits if wait.kind is Kind.EXCHANGE and wait.what == key]
+
+    def _generations(self) -> Iterator[Generation]:
+        for world in list(self.worlds.values()):
+            yield from world.generations
+
+    def _state(self, member: Member) -> str:
+        return self._state_of(member.pid) if member.pid else ""
+
+    def _end(self, generation: Generation, wait: Request, status: Status, *values: object) -> None:
+        generation.waits.remove(wait)
+        self._answer(wait, status, *values)
+
+    def _answer(self, request: Request, status: Status, *values: object) -> None:
+        self._send(request.connection, Kind.REPLY, request.number, status, True, *values)
+
+    def _send_all(self, generation: Generation, ranks: Any, kind: Kind, *fields: object) -> None:
+        for rank, member in generation.present():
+            if rank in ranks:
+                self._send(member.connection, kind, 0, *fields)
+
+
+def _missing(ranks: Any, there: Any, late: set[int]) -> list[int]:
+    """Returns who never came; if there is nobody, who has reached its deadline."""
+    absent = [rank for rank in ranks if rank not in there]
+    return [rank for rank in absent if rank not in late] or absent

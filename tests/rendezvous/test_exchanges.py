@@ -7,9 +7,10 @@ import os
 import pytest
 
 import gradsync as gs
+from commands import wait_until
 from gradsync.rendezvous.server import RendezvousServer
-from rendezvous.clients import connect, on_each, together, world
-from rendezvous.peer import SECRET
+from rendezvous.clients import connect, on_each, together, world, world_with_peer
+from rendezvous.peer import SECRET, Kind, Status
 
 
 @pytest.fixture
@@ -95,6 +96,17 @@ def test_more_missing_ranks_than_an_error_lists_are_all_in_its_fields():
     assert "83 more" in raised.value.missing
 
 
+def test_a_second_arrival_of_a_rank_takes_the_place_of_its_first():
+    """Perhaps Ctrl-C has ended the first, of which the server does not know."""
+    with world_with_peer(2) as ([client], peer):
+        first, second = [peer.send(Kind.EXCHANGE, "x", None, value, None, 60_000) for value in (b"first", b"second")]
+        ended = peer.answer()
+        assert (ended.request, ended.status) == (first, Status.INVALID)
+        assert client.exchange("x", b"0") == [b"0", b"second"]
+        answer = peer.answer()
+        assert (answer.request, answer.values) == (second, [[b"0", b"second"]])
+
+
 # -- Mistakes ---------------------------------------------------------------------------------------------------------
 
 MISTAKES = {
@@ -161,6 +173,14 @@ def test_members_are_numbered_as_listed_and_have_keys_of_their_own():
         assert clients[0].get("key") == b"of the world"
 
 
+def test_who_has_left_a_group_is_known_to_its_other_members_without_a_question():
+    with world(3) as clients:
+        groups = [clients[rank].group([2, 0], "pair") for rank in (0, 2)]
+        groups[0].announce_left("comm", 3)
+        wait_until(lambda: groups[1].left_ranks("comm") == {0: 3})
+        assert groups[0].left_ranks("comm") == groups[1].left_ranks("another") == clients[1].left_ranks("comm") == {}
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_keys_of_a_group_go_once_all_its_members_have_left(first):
     """Else a run that makes many groups fills the store. Who has left the world has left its groups."""
@@ -180,7 +200,31 @@ def test_an_exchange_with_a_root_gives_the_values_to_it_alone():
     """So that 16,384 ranks can offer what they have: only rank 0 reads it."""
     with world(3) as clients:
         got = on_each(clients, lambda client: client.exchange("x", b"%d" % client.rank, root=0))
-        if any(isinstance(each, Exception) for each in got):
-            raise got[0]
-        assert got[0] == [b"0", b"1", b"2"]
-        assert not any(got[1:])
+        assert got == [[b"0", b"1", b"2"], [], []]
+        clients[0].group([1, 0], "pair").exchange("y", b"0", root=0)
+        assert clients[1].group([1, 0], "pair").exchange("y", b"1", root=0) == [b"1", b"0"]
+        long = on_each(clients, lambda client: client.exchange("z", bytes(60 * 1024), root=2))
+        assert long == [[], [], [bytes(60 * 1024)] * 3]
+
+
+def test_a_root_names_who_is_missing_and_the_others_do_not_wait():
+    with world(3) as clients:
+        assert clients[2].exchange("x", b"2", root=0, timeout_seconds=0) == []
+        with pytest.raises(gs.InvalidArgument):
+            clients[1].exchange("x", b"1", root=1)
+        with pytest.raises(gs.RendezvousTimeout) as raised:
+            clients[0].exchange("x", b"0", root=0, timeout_seconds=0.05)
+        assert raised.value.missing_ranks == (1,)
+        clients[2].close()  # its value is there
+        assert clients[1].exchange("x", b"1", root=0) == []
+        assert clients[0].exchange("x", b"0", root=0) == [b"0", b"1", b"2"]
+
+
+def test_the_values_of_exchanges_that_have_not_ended_are_stored_and_so_are_limited(pair):
+    with pytest.raises(gs.RendezvousError) as raised:
+        for number in range(10_000):
+            pair[1].exchange(f"x{number}", bytes(60 * 1024), root=0)
+    assert not isinstance(raised.value, gs.InvalidArgument)
+    assert number > 1000
+    assert len(pair[0].exchange("x0", b"", root=0)) == 2
+    pair[1].set("key", bytes(59 * 1024))

@@ -11,6 +11,8 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -105,21 +107,48 @@ def test_rank_0_hosts_and_the_others_find_it(rank, how, port, secret_file, tmp_p
     assert list(folder.iterdir()) == []  # what the next run could take for its own
 
 
+@contextlib.contextmanager
+def answering(address, text):
+    """A program at an address that says a text to each that comes."""
+    host, _, port = address.rpartition(":")
+    with socket.create_server((host, int(port))) as listener, contextlib.suppress(OSError):
+        thread = threading.Thread(target=lambda: [listener.accept()[0].sendall(text) for _ in range(9)], daemon=True)
+        thread.start()
+        yield
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def another_server(address):
+    return RendezvousServer(2, secret=SECRET, port=int(address.rpartition(":")[2]))
+
+
+AT_ITS_ADDRESS = {
+    "nobody": lambda _: contextlib.nullcontext(),
+    "a server of another run": another_server,
+    "another program": lambda address: answering(address, b"SSH-2.0-OpenSSH_9.6\r\n" * 9),
+}
+
+
 @pytest.mark.ranks(2)
-def test_what_a_killed_run_has_left_misleads_no_later_one(rank, port, tmp_path):
-    folder, stale = tmp_path / "runtime", tmp_path / "stale"
+@pytest.mark.parametrize("who", AT_ITS_ADDRESS)
+def test_what_a_killed_run_has_left_misleads_no_later_one(rank, who, port, tmp_path):
+    folder, stale, stack = tmp_path / "runtime", tmp_path / "stale", contextlib.ExitStack()
     folder.mkdir(mode=0o700, exist_ok=True)
     become(**by_hand(rank, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port), XDG_RUNTIME_DIR=folder)
     if rank == 0:
         with subprocess.Popen([sys.executable, "-c", "import gradsync as gs; gs.init_process_group('shm')"]) as killed:
-            wait_until(lambda: list(folder.iterdir()))
+            wait_until(lambda: list(folder.glob("*.secret")))
             killed.kill()
+        [left] = folder.glob("*.secret")
+        stack.enter_context(AT_ITS_ADDRESS[who](left.read_text().split()[1]))
         stale.touch()
+        time.sleep(0.5)  # so that the other rank has read it
     wait_until(stale.exists)
     with gs.init_process_group("shm", timeout_seconds=60) as comm:
         comm.barrier()
     gs.destroy_process_group()
     assert list(folder.iterdir()) == []
+    stack.close()
 
 
 @pytest.mark.ranks(3)

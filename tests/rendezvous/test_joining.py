@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -39,6 +41,24 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for():
         assert type(error) is gs.RankFailed
         assert (error.rank, error.phase, error.was_silent) == (2, "joining", False)
         assert "exit code 7" in str(error)
+
+
+def test_a_rank_whose_process_is_stopped_before_it_joins_is_told_as_such():
+    with (
+        RendezvousServer(3, secret=SECRET) as server,
+        subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process,
+    ):
+        try:
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            server.note_start(2, process.pid)
+            with pytest.raises(gs.RendezvousTimeout) as raised:
+                connect(server, 0, 3, timeout_seconds=0.2)
+        finally:
+            process.kill()
+    assert raised.value.missing == (
+        f"rank 1 (not joined), rank 2 (not joined; its process {process.pid} is stopped: SIGSTOP?)"
+    )
 
 
 @pytest.mark.slow  # five seconds

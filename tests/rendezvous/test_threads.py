@@ -5,7 +5,9 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import socket
 import threading
+import time
 
 import pytest
 
@@ -104,6 +106,24 @@ def test_a_handler_may_report_a_failure_and_close_while_a_message_is_sent(comm):
             struck = interrupted(lambda client=client: client.set("key", b"value"), number, report)
     faulthandler.cancel_dump_traceback_later()
     assert number > 5
+
+
+@pytest.mark.slow
+def test_a_handler_may_stop_a_server_at_any_point_before_it_waits():
+    number, waited_seconds = 1, 0.0
+    while waited_seconds < 2.0:
+        server = RendezvousServer(1, secret=SECRET)
+        timer = threading.Timer(2.0, server.stop)  # once it waits for connections, no point is left
+        timer.start()
+        began = time.monotonic()
+        handle = lambda *_, server=server: server.stop()  # noqa: E731
+        ends = (gs.RendezvousError,)  # stopped before it began to serve
+        interrupts.interrupted(server.serve_forever, number, ends=ends, by=signal.SIGUSR1, handle=handle)
+        waited_seconds = time.monotonic() - began
+        timer.cancel()
+        with socket.create_server(("127.0.0.1", int(server.address.rpartition(":")[2]))):
+            number += 3
+    assert number > 200, "the handler has waited for its own thread"
 
 
 @pytest.mark.ranks(2, ends={1: -signal.SIGKILL})

@@ -9,7 +9,7 @@ The rest of gradsync imports only these names:
 - `server.RendezvousServer`: `start`, `serve_forever`, `stop`, `wait_until_empty`, `abandon`; a launcher reports the
   start and end of its processes with `note_start` and `note_end`. Launchers, and ranks that host the server, use this
   class.
-- `frames.event_key`, `event_prefix`: the keys of the descriptions of collectives that differ. `OF_MESSAGES` marks a
+- `wire.event_key`, `event_prefix`: the keys of the descriptions of collectives that differ. `OF_MESSAGES` marks a
   wait in a send or receive. The constants `MAX_...` limit the length of values, reports and descriptions; `clip_text`
   shortens texts to such a length.
 - `sockets.bind_listener`, `format_address`, `look_up`, `raise_limit`, `ConnectionLost`: for launchers.
@@ -24,10 +24,8 @@ answer. The server removes the keys and exchanges of a generation when all its c
 
 The modules from the bottom up:
 
-- of both sides: `liveness` (silence timers), `frames` (types and schemas), `wire` (sealed frames), `handshake`,
-  `sockets`;
-- of the server, without I/O: `roster`, `store`, `stuck`, `protocol`; then `server`, the event
-  loop;
+- of both sides: `wire` (the handshake, and sealed messages) and `sockets`;
+- of the server: `stuck` and `worlds`, which do no I/O; then `server`, the event loop;
 - of a rank: `connection`, `client`;
 - `secret_files`, and `hosting`, which starts the server, a client, or both.
 """

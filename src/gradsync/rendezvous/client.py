@@ -146,7 +146,8 @@ class RendezvousClient:
                 if not is_dropped or connection.is_accepted or not attempts_left:
                     raise
                 continue
-            return cls(connection, tuple(ranks), rank, generation=number)
+            members = range(world_size) if ranks is None else ranks
+            return cls(connection, tuple(members), rank, generation=number)
 
     def group(self, members: Sequence[int], name: str) -> RendezvousClient:
         """Returns this rank's client for a group of these members. All members must call `group` with equal arguments.
@@ -236,7 +237,8 @@ class RendezvousClient:
 
         Args:
             name: the exchange's name.
-            value: at most 60 KiB; without a root at most 512 KiB divided by the number of members.
+            value: at most 60 KiB; without a root at most 512 KiB divided by the number of members. The values of all
+                exchanges that have not ended, and of all keys, have at most 64 MiB.
             root: the member that gets the values. The others do not wait, and get []. None: all get them.
             timeout_seconds: this rank's deadline.
 

@@ -69,7 +69,6 @@ _DIAL_SECONDS = 3.0
 _FIRST_BACKOFF_SECONDS, _LAST_BACKOFF_SECONDS = 0.005, 0.5
 _THREAD_END_SECONDS = 0.2
 
-
 NO_REPORT = "(it reports nothing)"
 
 #: Called in a thread of its own when the world has failed, or its server is gone, unless a collective only took too
@@ -433,6 +432,10 @@ def _until(deadline: float) -> float:
     return min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
 
 
+class WrongServer(RendezvousError):
+    """What answers at an address is no rendezvous server, or one of another version."""
+
+
 # -- Connecting to a server -------------------------------------------------------------------------------------------
 
 
@@ -479,7 +482,7 @@ def dial(
             if cause != _NO_ANSWER:
                 first_ended_at = first_ended_at or now
             if first_ended_at is not None and now - first_ended_at >= _FLOOD_SECONDS:
-                raise RendezvousError(
+                raise WrongServer(
                     f"{label}: {address} accepts connections but ends each before a handshake ({cause}): "
                     "another service or run holds this port"
                 )
@@ -539,10 +542,10 @@ def _try_handshake(stream: socket.socket, address: str, secret: bytes, deadline:
         if isinstance(error, AuthenticationError):
             raise AuthenticationError(f"{label}: {address}: {error}") from None
         if isinstance(error, FrameError):
-            raise RendezvousError(
+            raise WrongServer(
                 f"{label}: {address} does not speak the rendezvous protocol ({error}): "
                 "another service or run holds this port"
             ) from error
         if isinstance(error, RendezvousError):
-            raise RendezvousError(f"{label}: {address}: {error}") from None
+            raise WrongServer(f"{label}: {address}: {error}") from None
         raise

@@ -34,11 +34,11 @@ from gradsync.errors import (
     AuthenticationError,
     BackendUnavailable,
     InvalidArgument,
-    RendezvousError,
     RendezvousTimeout,
 )
 from gradsync.machine import address_towards, own_addresses
 from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.connection import WrongServer
 from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path, wait_for
 from gradsync.rendezvous.sockets import bind_listener, look_up
 
@@ -334,8 +334,8 @@ def _find(
         try:
             client = _connect(endpoint, own, deadline, timeout_seconds, reach_seconds=_TRY_SECONDS)
             return client, JoinedRendezvous(point, own.world_size, endpoint)
-        except (AuthenticationError, RendezvousTimeout, RendezvousError) as error:
-            is_of_old = isinstance(error, AuthenticationError) or bool(getattr(error, "cause", ""))
+        except (AuthenticationError, WrongServer, RendezvousTimeout) as error:
+            is_of_old = not isinstance(error, RendezvousTimeout) or bool(error.cause)
             if kept is not None or secret is not None or not is_of_old or time.monotonic() >= deadline:
                 raise
             # Nobody there knows the secret of the file: it is of an earlier run, and rank 0 of this run replaces it.

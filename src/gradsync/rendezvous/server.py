@@ -17,6 +17,8 @@ import socket
 import threading
 import time
 import weakref
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -91,22 +93,23 @@ class _Peer(asyncio.Protocol):
             self.end(text)
 
     def send(self, kind: Kind, request: int, *fields: object) -> None:
-        """Sends a message to an authenticated peer."""
+        """Seals a message to an authenticated peer, which `flush` sends."""
         self._channel.seal(kind, request, *fields)
-        self.flush()
 
     def flush(self) -> None:
         """Hands the channel's bytes to asyncio, which writes them when there is room."""
         transport, outgoing = self._transport, self._channel.outgoing
         if transport is not None and outgoing and not transport.is_closing():
+            if transport.get_write_buffer_size() > MAX_OUTPUT_BYTES:  # of answers before this one, which may be longer
+                self.end(f"the peer has not read the last {MAX_OUTPUT_BYTES} bytes sent to it")
+                return
             transport.write(bytes(outgoing))
             outgoing.clear()
-            if transport.get_write_buffer_size() > MAX_OUTPUT_BYTES:
-                self.end(f"the peer has not read the last {MAX_OUTPUT_BYTES} bytes sent to it")
 
     def close(self, loop: asyncio.AbstractEventLoop) -> None:
         """Closes the connection once its last bytes are written, at the latest after a second."""
         if not self._is_closing and self._transport is not None:
+            self.flush()
             self._is_closing, self._cause = True, "closed by the server"
             self._transport.close()
             self.stop_timer()
@@ -179,6 +182,7 @@ class RendezvousServer:
         self.notices = _NoticeWriter()
         self._peers: dict[int, _Peer] = {}
         self._strangers: dict[int, _Peer] = {}  # those that have not authenticated, the oldest first
+        self._unsent: dict[int, _Peer] = {}  # those to which the core has said something
         self._admitted: set[int] = set()  # those that have authenticated
         self._next_number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -190,7 +194,7 @@ class RendezvousServer:
         self._thread: threading.Thread | None = None  # the same thread, if the server has started it
         self._empty = Latch(is_set=True)  # set while there is no connection
         self._over = Latch()  # set once the loop has ended
-        self._early: list[Any] = []  # what launchers told before the loop ran
+        self._calls: deque[Callable[[], None]] = deque()  # what other threads and handlers want done in the loop
         _servers.add(self)
 
     def __enter__(self) -> RendezvousServer:
@@ -218,7 +222,7 @@ class RendezvousServer:
         Raises:
             RendezvousError: the server was started or stopped before.
         """
-        self._claim()
+        self._claim(threading.get_ident())  # a handler that calls `stop` from now on must not wait for this thread
         self._run()
 
     def stop(self) -> None:
@@ -260,11 +264,12 @@ class RendezvousServer:
             with contextlib.suppress(OSError):
                 stream.close()
 
-    def _claim(self) -> None:
+    def _claim(self, runner: int | None = None) -> None:
         if self._is_claimed:
             raise RendezvousError(
                 f"the rendezvous server at {self.address} was started or stopped before; make a new server"
             )
+        self._runner = runner
         self._is_claimed = True
 
     # -- The loop ------------------------------------------------------------------------------------------------
@@ -277,17 +282,16 @@ class RendezvousServer:
             self._end()
 
     async def _serve(self) -> None:
+        if self._is_stopping:  # the listener may be closed
+            return
         loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
         self._listener.setblocking(False)
         tune_stream(self._listener)  # accepted sockets inherit the options: the server sets them only once
         loop.add_reader(self._listener, self._accept)
         self._loop = loop
-        early, self._early = self._early, []
-        for call in early:
-            call()
-        if not self._is_stopping:
-            await self._stopped.wait()
+        self._do_calls()
+        await self._stopped.wait()
         loop.remove_reader(self._listener)
         for peer in list(self._peers.values()):
             peer.end("the server has ended")
@@ -303,14 +307,17 @@ class RendezvousServer:
         self.notices.end()
         self._over.set()
 
-    def _call_soon(self, call: Any) -> None:
+    def _call_soon(self, call: Callable[[], None]) -> None:
         """Has the loop's thread call something; safe in any thread, and in a signal handler."""
+        self._calls.append(call)
         loop = self._loop
-        if loop is None:
-            self._early.append(call)
-        else:
+        if loop is not None:  # else it makes these calls as it begins
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(call)
+                loop.call_soon_threadsafe(self._do_calls)
+
+    def _do_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
 
     def _set_stopped(self) -> None:
         assert self._stopped is not None
@@ -369,8 +376,10 @@ class RendezvousServer:
 
     def receive(self, number: int, message: Message) -> None:
         """Passes a message to the core."""
-        self._worlds.received(time.monotonic(), number, message)
-        self._set_timer()
+        try:
+            self._worlds.received(time.monotonic(), number, message)
+        finally:
+            self._finish()
 
     def forget(self, peer: _Peer, cause: str, *, is_silent: bool) -> None:
         """Forgets a connection that has ended."""
@@ -379,7 +388,7 @@ class RendezvousServer:
             self._admitted.discard(peer.number)
             _log.debug("rendezvous: connection %d ended: %s", peer.number, cause)
             self._worlds.lost(time.monotonic(), peer.number, cause, is_silent=is_silent)
-            self._set_timer()
+            self._finish()
             if not self._peers:
                 self._empty.set()
 
@@ -387,6 +396,7 @@ class RendezvousServer:
         peer = self._peers.get(number)
         if peer is not None:
             peer.send(kind, request, *fields)
+            self._unsent[number] = peer
 
     def _close_peer(self, number: int) -> None:
         peer = self._peers.get(number)
@@ -398,6 +408,13 @@ class RendezvousServer:
 
     def _process(self, world: str, rank: int, pid: int | None, how: str = "") -> None:
         self._worlds.process(time.monotonic(), world, rank, pid, how)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Sends what the core has said; a peer gets all of it at once."""
+        unsent, self._unsent = self._unsent, {}
+        for peer in unsent.values():
+            peer.flush()
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -413,8 +430,10 @@ class RendezvousServer:
 
     def _tick(self) -> None:
         self._timer = None
-        self._worlds.tick(time.monotonic())
-        self._set_timer()
+        try:
+            self._worlds.tick(time.monotonic())
+        finally:
+            self._finish()
 
 
 def _same(peer: _Peer) -> _Peer:

@@ -171,9 +171,7 @@ class Generation:
         self.stored_bytes = 0
         self.reads: dict[str, dict[Request, int | None]] = {}  # key -> who waits for it -> who sets it
         self.exchanges: dict[tuple[str, Members], Exchange] = {}
-        self.departed: dict[
-            tuple[str, Members], dict[int, int]
-        ] = {}  # who has left a group, after how many collectives
+        self.departed: dict[tuple[str, Members], set[int]] = {}  # who has left a group
         self.stuck = Stuck(self)
 
     # -- Who is there --------------------------------------------------------------------------------------------
@@ -250,22 +248,28 @@ class Generation:
         waiting += [request for reads in self.reads.values() for request in reads]
         for request in waiting:
             request.close()  # FAILED answers them all
+        fields = failure.fields()
         for _, member in self.present():
-            self._worlds.send(member.connection, Kind.FAILED, 0, *failure.fields())
+            self._worlds.send(member.connection, Kind.FAILED, 0, *fields)
         self.reads.clear()
         self.exchanges.clear()
 
     def leave(self, rank: int) -> None:
-        """Records that a member has left the world: requests that need it fail."""
+        """Records that a member has left the world: requests that need it fail, and its own are over."""
         self.members[rank].is_present, self.members[rank].has_left = False, True
         self.left[rank] = None
-        for key in list(self.exchanges):
-            exchange = self.exchanges.get(key)
-            if exchange is not None and rank in exchange.members and rank not in exchange.values:
+        for key, exchange in list(self.exchanges.items()):
+            if rank in exchange.waiting:
+                exchange.waiting.pop(rank).close()
+            if rank in exchange.members and rank not in exchange.values:
                 self._fail_exchange(key, rank)
         for read, requests in list(self.reads.items()):
             for request, setter in list(requests.items()):
-                self._fail_read(read, request, setter)
+                if request.rank == rank:
+                    request.close()
+                    self._drop_read(read, request)
+                else:
+                    self._fail_read(read, request, setter)
         for group in [group for group in self.departed if rank in group[1]]:
             self._forget_departed(*group)
 
@@ -278,17 +282,23 @@ class Generation:
         """Stores a value, and answers those that wait for it."""
         old = self.values.get(key)
         growth = len(value) - len(old) if old is not None else len(key) + len(value)
-        if self.stored_bytes + growth > MAX_STORED_BYTES:
-            request.refuse(
-                f"no room for key {key!r} ({len(value)} bytes): the rendezvous stores at most {MAX_STORED_BYTES} bytes "
-                "in one generation; delete keys that are no longer needed"
-            )
+        if not self._has_room(request, key, growth):
             return
-        self.stored_bytes += growth
         self.values[key] = value
         request.reply()
         for read in self.reads.pop(key, {}):
             read.reply(value)
+
+    def _has_room(self, request: Request, name: str, growth: int) -> bool:
+        """Takes so much more room for values; else refuses the request."""
+        if self.stored_bytes + growth > MAX_STORED_BYTES:
+            request.refuse(
+                f"no room for {name!r} ({growth} bytes more): the rendezvous stores at most {MAX_STORED_BYTES} bytes "
+                "in one generation; delete keys that are no longer needed"
+            )
+            return False
+        self.stored_bytes += growth
+        return True
 
     def get(self, request: Request, key: str, setter: int | None) -> bool:
         """Answers with a value, or returns True: the request waits until the key is set."""
@@ -349,12 +359,13 @@ class Generation:
             )
             return False
         key = name, members
-        exchange = self.exchanges.get(key)
-        if exchange is None:
-            exchange = self.exchanges[key] = Exchange(members, root)
+        exchange = self.exchanges.get(key) or Exchange(members, root)
         if exchange.root != root:
             request.invalid(f"the ranks name different roots of {name!r}")
             return False
+        if not self._has_room(request, name, len(value) - len(exchange.values.get(rank, b""))):
+            return False
+        self.exchanges[key] = exchange
         if rank in exchange.waiting:  # perhaps Ctrl-C has ended that wait
             exchange.waiting[rank].invalid(f"{self.label(rank)} waits in {name!r} again: that call has taken its place")
         exchange.values[rank] = value
@@ -364,17 +375,15 @@ class Generation:
             exchange.waiting[rank] = request
         if len(exchange.values) == len(members):
             self._release(key, exchange)
-        elif (
-            gone := next((each for each in members if each in self.left and each not in exchange.values), None)
-        ) is not None:
-            self._fail_exchange(key, gone)
+        elif gone := [each for each in self.left if each in members and each not in exchange.values]:
+            self._fail_exchange(key, min(gone))
         if root not in (None, rank):
             request.reply()
         return request.is_open
 
     def _release(self, key: tuple[str, Members], exchange: Exchange) -> None:
         """Answers with all values, in rank order; with none if all are empty, as at a barrier."""
-        del self.exchanges[key]
+        self._forget_exchange(key)
         values = [exchange.values[rank] for rank in exchange.members]
         parts = _parts_of(values) if any(values) else []
         for request in exchange.waiting.values():
@@ -382,13 +391,19 @@ class Generation:
 
     def _fail_exchange(self, key: tuple[str, Members], gone: int) -> None:
         failure = self._left_failure(gone, f"{key[0]!r} needs this rank")
-        for request in self.exchanges.pop(key).waiting.values():
+        for request in self._forget_exchange(key).waiting.values():
             request.fail(failure)
+
+    def _forget_exchange(self, key: tuple[str, Members]) -> Exchange:
+        exchange = self.exchanges.pop(key)
+        self.stored_bytes -= sum(map(len, exchange.values.values()))
+        return exchange
 
     def _end_arrival(self, key: tuple[str, Members], exchange: Exchange, request: Request) -> None:
         """A member that has reached its deadline does not count as arrived any more."""
         missing = exchange.missing()
-        del exchange.waiting[request.rank], exchange.values[request.rank]
+        del exchange.waiting[request.rank]
+        self.stored_bytes -= len(exchange.values.pop(request.rank))
         exchange.late.add(request.rank)
         if not exchange.values:
             self.exchanges.pop(key, None)
@@ -400,8 +415,8 @@ class Generation:
         """Records that a member has left a group, and tells the others."""
         members = self.members_of(ranks)
         if rank in members:
-            departed = self.departed.setdefault((group, members), {})
-            departed.setdefault(rank, begun)
+            departed = self.departed.setdefault((group, members), set())
+            departed.add(rank)
             for other, member in self.present():
                 if other in members and other != rank and other not in departed:
                     self._worlds.send(member.connection, Kind.LEFT, 0, group, rank, begun)
@@ -637,9 +652,8 @@ class Worlds:
         missing = generation.missing()
         states = generation.states(missing)
         late = [request]
-        if (
-            request.rank == self._host
-        ):  # the server is about to end: the others get the names of the missing ranks first
+        # The server is about to end: the others get the names of the missing ranks first.
+        if request.rank == self._host and generation in self._worlds[""].generations:
             late += [join for rank, join in generation.joins.items() if rank != request.rank]
         for join in late:
             del generation.joins[join.rank], generation.members[join.rank]
@@ -710,7 +724,7 @@ class Worlds:
         if generation.number:
             generation.leave(request.rank)
         else:
-            generation.joins.pop(request.rank, None)
+            generation.joins.pop(request.rank).close()
             del generation.members[request.rank]
         self._close(request.connection)
 
@@ -768,7 +782,7 @@ class Worlds:
                 world.notice_at = None
                 joins, first.joins = first.joins, {}
                 for join in joins.values():
-                    join.reply(first.number, list(range(world.size)))
+                    join.reply(first.number, None)  # None: all ranks
                 continue
             for rank, how in world.ended.items():
                 if rank not in first.members:
