@@ -166,12 +166,23 @@ def test_who_is_waited_for_is_said_long_before_the_deadline(comm, noticed, where
 
 @stuck_with_deadline
 def test_the_deadline_of_a_first_contact(comm):
-    """NCCL connects the ranks at their first collective, while the host waits."""
+    """NCCL connects the ranks at their first collective, while the host waits. An abort may not help: it comes last."""
+    from gradsync.rendezvous.client import RendezvousClient
+
+    ends, report = note_ends(), RendezvousClient.report_stuck
+
+    def noted(*arguments):
+        ends.append("report")
+        report(*arguments)
+
+    RendezvousClient.report_stuck = noted
     if comm.rank == 1:
         agree_and_not_come()
     with pytest.raises(gs.CollectiveTimeout):
         comm.all_reduce(full(1, 3))
         raise failure_of(comm)
+    wait_until(lambda: "abort" in ends)
+    assert ends == (["abort"] if comm.rank == 1 else ["report", "abort"])
 
 
 @pytest.mark.ranks(3, on=("fake",), fresh=True, environment=HANGS, options=DEADLINE)
