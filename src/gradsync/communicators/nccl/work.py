@@ -84,6 +84,8 @@ class GpuWork(Launch):
         self.recorded: Running | None = None
         self.outcome: Callable[[], BaseException | None] | None = None
         self.seen_started_at: float | None = None
+        # A thread, and its stream that waits already: kept, so that no other stream gets its handle.
+        self._waiting: tuple[int, Any] | None = None
         self.is_over = False
         self.error: BaseException | None = None
         # Without these references, CuPy's pool would give the memory to others while the GPU still uses it.
@@ -146,15 +148,20 @@ class GpuWork(Launch):
         if self.has_host_results:
             self._wait(name or self.name, timeout_seconds)
             return
-        self.done()
         self._raise_error()
-        if stream is None and self.is_over:
-            return
+        if stream is None:
+            current = threading.get_ident(), cupy.cuda.get_current_stream(self._watched.device_id)
+            if self.is_over or self._waiting == current:  # a program reads all gradients of a step
+                return
         with on_device(self._watched.device_id):  # a default stream's handle means the current device's stream
             waiting = as_stream(stream, self._watched.device_id, self.name)  # what is no stream is always refused
-            if not self.is_over:
-                with capture_refusal(self.name):
-                    waiting.wait_event(self.ended)
+            if self.done():
+                self._raise_error()
+                return
+            with capture_refusal(self.name):
+                waiting.wait_event(self.ended)
+        if stream is None:
+            self._waiting = current
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """See Work."""
