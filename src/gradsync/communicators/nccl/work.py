@@ -43,6 +43,7 @@ _SLEEP_SECONDS = 100e-6
 _VERDICT_SECONDS = 12.0
 _IDLE_SECONDS = 0.05
 _BUSY_SECONDS = 0.005  # the pause between looks while something runs; a done-callback may be late by this time
+_KEPT = 4  # so much work may have ended, and keep its memory, until a thread looks: a look costs microseconds
 _LEFT_SECONDS = 0.5  # how often a launch that runs asks whether one of its ranks has closed the communicator
 
 _SUCCESS, _NOT_READY = 0, 600
@@ -351,7 +352,8 @@ class Watched:
             failure = self.failure
         if failure is not None:
             self._end_running(failure)
-        self.reap()
+        elif len(self._running) > _KEPT:
+            self.reap()
 
     def reap(self) -> None:
         """Drops the work that has ended, with its memory, the oldest first."""
