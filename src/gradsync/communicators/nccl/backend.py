@@ -126,6 +126,8 @@ class NcclBackend(Backend):
         # The finalizer does not run at interpreter exit: there the process group closes its communicators, and other
         # communicators cannot hang (see library.py).
         weakref.finalize(self, nccl.leave, partial(_end_rest, self._watched, client)).atexit = False
+        if self._is_debugging:  # later the host would wait for ranks that compare their messages, and wait for this one
+            self._meet_all()
 
     # -- Reductions ----------------------------------------------------------------------------------------------
 
@@ -298,19 +300,33 @@ class NcclBackend(Backend):
                 _copy_bytes(source, target)
             sent = [(each.peer, each.flat) for each in sent_to if each.flat.size]
             received = [(each.peer, each.flat) for each in received_from if each.flat.size]
-            # Two ranks connect when they first meet, and NCCL fails if their groups then have other ways between them:
-            # a send on one rank, and a receive and a send on the other. So each sends the other a byte, too.
-            if met := {peer for peer, _ in [*sent, *received]} - self._met:
-                self._met |= met
-                both = cupy.empty(2, np.uint8)
-                launch.keep(both)
-                sent = [(peer, both[:1]) for peer in met] + sent
-                received = [(peer, both[1:]) for peer in met] + received
+            to_new, from_new = self._greetings({peer for peer, _ in [*sent, *received]})
             self._begin(None)
-            self._nccl.exchange(sent, received)
+            self._nccl.exchange(to_new + sent, from_new + received)
             for message in messages:
                 if not message.is_over:
                     message.end(work=launch)
+
+    def _greetings(self, peers: Collection[int]) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]]]:
+        """Returns a byte to send to, and to receive from, each of these ranks with which there was no message yet.
+
+        Two ranks connect when they first meet, and NCCL fails if their groups then have other ways between them: a send
+        on one rank, and a receive and a send on the other. With the bytes both groups have both ways.
+        """
+        new = set(peers) - self._met
+        if not new:
+            return [], []
+        self._met |= new
+        both = cupy.empty(2, np.uint8)
+        assert self._launch is not None
+        self._launch.keep(both)
+        return [(peer, both[:1]) for peer in new], [(peer, both[1:]) for peer in new]
+
+    def _meet_all(self) -> None:
+        with self.launching(None, []):
+            greetings = self._greetings(set(range(self.world_size)) - {self.rank})
+            self._begin(None)
+            self._nccl.exchange(*greetings)
 
     # -- Agreement -----------------------------------------------------------------------------------------------
 
