@@ -335,3 +335,30 @@ def test_what_is_launched_later_waits_though_it_is_ready(comm, tmp_path, threads
         assert_all(early, comm.world_size, own)
     for group in (first, second):
         group.close()
+
+
+@pytest.mark.ranks(on={"fake": (1,), "gpu": (1,)}, environment=HANGS)
+def test_each_thread_with_its_own_default_stream_waits_for_a_result(comm):
+    from threading import Thread
+
+    import cupy
+
+    own, device, copies = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Device(), []
+    array = full(2)
+    own.wait_event(cupy.cuda.Stream.null.record())
+
+    def read(future):
+        with device, cupy.cuda.Stream.ptds:
+            copies.append(future.result() + 1)
+
+    with Obstacle(own):
+        with own:
+            array *= 2
+            future = comm.asynchronous.all_reduce(array, stream=own)
+        for _ in range(2):  # the second thread has the number of the first
+            thread = Thread(target=read, args=(future,))
+            thread.start()
+            thread.join()
+    cupy.cuda.Device().synchronize()
+    for copy in copies:
+        assert_all(copy, 5)

@@ -338,12 +338,10 @@ class Backend(ABC):
         """
         return _INLINE
 
-    def mark_work(self, stream: Any = None, what: str = "") -> Any:
+    def mark_work(self, stream: Any = None) -> Any:
         """Returns a mark of the end of the work that is queued on the current stream, and on `stream`; None on the CPU.
 
-        Args:
-            stream: one that `checked_stream` has returned.
-            what: if it is given, the current stream is checked as by `checked_stream`.
+        `stream` is one that `checked_stream` has returned.
         """
         return None
 

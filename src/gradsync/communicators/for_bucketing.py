@@ -175,13 +175,10 @@ def check_stream(communicator: Communicator, what: str) -> None:
     communicator._backend.checked_stream(None, what)
 
 
-def mark_work(communicator: Communicator, what: str = "") -> Any:
-    """Marks the end of the work that is queued on the current stream, for reduce_list(after=).
-
-    If `what` is given, checks the stream first; see check_stream.
-    """
+def mark_work(communicator: Communicator) -> Any:
+    """Marks the end of the work that is queued on the current stream, for reduce_list(after=)."""
     communicator._lifetime.check_usable("a collective")  # in a forked child CUDA's own error would not give the reason
-    return communicator._backend.mark_work(None, what)
+    return communicator._backend.mark_work()
 
 
 def follow_work(communicator: Communicator, marks: Collection[Any]) -> None:

@@ -214,10 +214,6 @@ class DeviceArrays(ArrayKind):
         """See ArrayKind."""
         return native.flags.writeable if isinstance(native, np.ndarray) else not isinstance(native, _ReadOnly)
 
-    def address(self, array: Any) -> int | None:
-        """See ArrayKind."""
-        return array.data.ptr if type(array) is cupy.ndarray and array.flags.c_contiguous else None
-
     def byte_bounds(self, native: Any) -> tuple[int, int]:
         """See ArrayKind. The host and all devices share one address space (CUDA's unified addressing)."""
         if isinstance(native, np.ndarray):

@@ -24,7 +24,7 @@ from gradsync.communicators.failures import FailureMonitor
 from gradsync.communicators.nccl.arrays import DeviceArrays
 from gradsync.communicators.nccl.library import Nccl
 from gradsync.communicators.nccl.pack import Packer, pack_layout
-from gradsync.communicators.nccl.streams import as_stream, on_device, refuse_capturing
+from gradsync.communicators.nccl.streams import as_stream, is_per_thread, on_device, refuse_capturing
 from gradsync.communicators.nccl.verify import Verification
 from gradsync.communicators.nccl.work import GpuWork, Watched, await_callbacks
 from gradsync.diagnostics import trace
@@ -44,8 +44,6 @@ _DRAIN_SECONDS = 10.0  # how long close() waits for running collectives
 _REPORT_SECONDS = 1.0  # how long close() waits until the server knows of a failure
 _CALLBACK_SECONDS = 10.0  # how long close() waits for the done-callbacks of collectives that have ended
 _MAX_MARKS = 64
-_MAX_TABLES = 64
-_MAX_NUMBERS = 16
 _FIRST_NUMBERS = 15  # that ranks exchange with a digest: with it 128 bytes
 _HALF_PRECISION = ("float16", "bfloat16")
 
@@ -109,8 +107,6 @@ class NcclBackend(Backend):
         self._is_debugging = DEBUG.read()
         self._failures = FailureMonitor(client, self.recorder)
         self._marks: dict[tuple[int, int], tuple[Any, Any]] = {}  # see mark_work
-        self._numbers: dict[int, Any] = {}  # on the device: what verify() compares, the same in most steps
-        self._tables: dict[tuple[int, ...], Any] = {}  # on the device, by the arrays' addresses and sizes
         self._flat: Any = None  # buffer for packed arrays; launches run one after the other, so one buffer is enough
         self._launch: GpuWork | None = None  # what is being launched, if anything
         self._last: GpuWork | None = None
@@ -346,14 +342,8 @@ class NcclBackend(Backend):
             verification = self._verify
             result = np.empty(2, np.int64)
             launched, history = verification.take_launched()
-            both = self._numbers.get(launched)
-            if both is None:
-                if len(self._numbers) >= _MAX_NUMBERS:
-                    self._numbers.clear()
-                both = self._numbers[launched] = cupy.asarray(np.array([launched, -launched]))
-            numbers = cupy.empty_like(both)
-            self._nccl.all_reduce(both, numbers, ReduceOp.MAX)
-            launch.keep(both)
+            numbers = cupy.asarray(np.array([launched, -launched]))
+            self._nccl.all_reduce(numbers, numbers, ReduceOp.MAX)
             launch.write_back(numbers, result)
             launch.has_host_results = False  # who waits for the step's gradients need not wait for these
             number = verification.next_number()
@@ -420,28 +410,17 @@ class NcclBackend(Backend):
         self._packer.scale(self._table([source], target, factor), target, source.dtype, factor)
 
     def _table(self, arrays: Sequence[Any], *used: Any) -> Any:
-        """Returns the table of arrays for the packer. The launch keeps it, and what is used with it.
-
-        The arrays of a step often lie where those of the last one lay. Launches run one after the other, so a table is
-        there once the first launch that uses it has begun.
-        """
+        """Returns the table of arrays for the packer. The launch keeps it, and what is used with it."""
         assert self._launch is not None
-        key = tuple([number for array in arrays for number in (array.data.ptr, array.nbytes)])
-        table = self._tables.get(key)
-        if table is None:
-            if len(self._tables) >= _MAX_TABLES:
-                self._tables.clear()
-            table = self._tables[key] = self._packer.table(arrays)
+        table = self._packer.table(arrays)
         self._launch.keep(self._flat, table, *used)
         return table
 
     # -- Launching -----------------------------------------------------------------------------------------------
 
-    def mark_work(self, stream: Any = None, what: str = "") -> Any:
+    def mark_work(self, stream: Any = None) -> Any:
         with on_device(self._device_id):
             current = cupy.cuda.get_current_stream()
-            if what:
-                refuse_capturing(current, f"{self.label}: {what}")
             mark = self._mark(current)
             if stream is None or stream is current:
                 return mark
@@ -502,8 +481,7 @@ class NcclBackend(Backend):
                     where.wait_event(self._mark(current))
                 self._launch = launch = GpuWork(self._watched, where)
                 last = self._shared.last
-                # The threads are compared too: Stream.ptds is one object, but a different stream in each thread.
-                if last is not None and (last.stream is not where or last.thread != launch.thread):
+                if last is not None and (last.stream is not where or is_per_thread(where)):
                     where.wait_event(last.ended)
                 self.arrays.results_on = None if after is None else current
                 with where:

@@ -27,7 +27,7 @@ from gradsync.communicators.agreement import on_behalf
 from gradsync.communicators.backend import Backend, Launch
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.nccl.library import Nccl, event_status
-from gradsync.communicators.nccl.streams import CAPTURE_ERRORS, as_stream, capture_refusal, on_device
+from gradsync.communicators.nccl.streams import CAPTURE_ERRORS, as_stream, capture_refusal, is_per_thread, on_device
 from gradsync.diagnostics import Entry, Running, finish
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, PlanMismatch, RankFailed, describe
 from gradsync.futures import again, is_in_callback, refuse_wait_in_callback
@@ -85,8 +85,7 @@ class GpuWork(Launch):
         self.recorded: Running | None = None
         self.outcome: Callable[[], BaseException | None] | None = None
         self.seen_started_at: float | None = None
-        # A thread, and its stream that waits already: kept, so that no other stream gets its handle.
-        self._waiting: tuple[int, Any] | None = None
+        self._waiting: Any = None  # a stream that waits already: kept, so that no other stream gets its handle
         self.is_over = False
         self.error: BaseException | None = None
         # Without these references, CuPy's pool would give the memory to others while the GPU still uses it.
@@ -151,7 +150,7 @@ class GpuWork(Launch):
             return
         self._raise_error()
         if stream is None:
-            current = threading.get_ident(), cupy.cuda.get_current_stream(self._watched.device_id)
+            current = cupy.cuda.get_current_stream(self._watched.device_id)
             if self.is_over or self._waiting == current:  # a program reads all gradients of a step
                 return
         with on_device(self._watched.device_id):  # a default stream's handle means the current device's stream
@@ -161,7 +160,7 @@ class GpuWork(Launch):
                 return
             with capture_refusal(self.name):
                 waiting.wait_event(self.ended)
-        if stream is None:
+        if stream is None and not is_per_thread(current):
             self._waiting = current
 
     def wait(self, timeout_seconds: float | None = None) -> None:
