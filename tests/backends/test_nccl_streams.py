@@ -362,3 +362,28 @@ def test_each_thread_with_its_own_default_stream_waits_for_a_result(comm):
     cupy.cuda.Device().synchronize()
     for copy in copies:
         assert_all(copy, 5)
+
+
+@pytest.mark.ranks(on={"fake": (2,)})
+def test_a_message_is_not_over_for_another_thread_before_its_end_can_be_waited_for(comm):
+    """An event that was never recorded counts as reached."""
+    from threading import Thread
+
+    from gradsync.communicators.nccl.work import GpuWork
+
+    room, seen, record_end = np.zeros(SIZE, np.float32), [], GpuWork.record_end
+    if comm.rank == 0:
+        comm.send(full(5), 1)
+        return
+    future = comm.asynchronous.recv(room, 0)
+
+    def asked_meanwhile(work):
+        thread = Thread(target=lambda: seen.append(future.done()))
+        thread.start()
+        thread.join()
+        record_end(work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GpuWork, "record_end", asked_meanwhile)
+        assert_all(future.result(), 5)
+    assert seen == [False]

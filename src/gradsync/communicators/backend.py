@@ -87,7 +87,7 @@ class Message:
         self._when_over: list[Callable[[], None]] = []
 
     def end(self, error: BaseException | None = None, work: Launch = ON_CPU) -> None:
-        """Ends the message. Only its backend calls this, on a GPU within `launching`."""
+        """Ends the message. Only its backend calls this, on a GPU after `launching`, in which it has written back."""
         if error is None and self.target is not None:
             work.write_back(self.flat, self.target)
         self.error, self.work, self.is_over = error, work, True

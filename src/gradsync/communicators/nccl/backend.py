@@ -299,9 +299,13 @@ class NcclBackend(Backend):
             to_new, from_new = self._greetings({peer for peer, _ in [*sent, *received]})
             self._begin(None)
             self._nccl.exchange(to_new + sent, from_new + received)
+            messages = [message for message in messages if not message.is_over]
             for message in messages:
-                if not message.is_over:
-                    message.end(work=launch)
+                if message.target is not None:
+                    launch.write_back(message.flat, message.target)
+                    message.target = None
+        for message in messages:  # now: another thread that sees that they are over asks for the end of the launch
+            message.end(work=launch)
 
     def _greetings(self, peers: Collection[int]) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]]]:
         """Returns a byte to send to, and to receive from, each of these ranks with which there was no message yet.
