@@ -882,3 +882,26 @@ def test_so_is_the_deadline_though_nobody_knows_whether_the_work_has_begun(comm,
     lifted.set()
     assert noticed
     assert isinstance(future.exception(), gs.CollectiveTimeout)
+
+
+@pytest.mark.ranks(2, on=("fake",), environment=HANGS, fresh=True, options={"collective_timeout_seconds": 1.0})
+def test_memory_that_is_freed_only_when_a_kernel_ends_does_not_keep_the_deadline_from_ending_it(comm):
+    """Without a pool, freeing memory waits for all kernels."""
+    import cupy
+
+    class Memory:
+        def __del__(self):
+            has_waited_in_vain.append(not freed.wait(15.0))
+
+    comm.barrier()
+    freed, has_waited_in_vain = threading.Event(), []
+    if comm.rank == 0:
+        with Obstacle(cupy.cuda.get_current_stream()):
+            with comm._backend.launching(None) as launch:
+                launch.keep(Memory())
+            comm.asynchronous.all_reduce(full(1))
+    try:
+        wait_until(lambda: comm.closed, "the deadline")
+    finally:
+        freed.set()
+    assert not any(has_waited_in_vain)

@@ -223,6 +223,7 @@ class GpuWork(Launch):
     def end(self, error: BaseException | None) -> None:
         """Ends the work, with an error if one is given; does nothing if it has ended already."""
         has_ended = error is None  # otherwise the GPU may still use the memory
+        memory: list[Any] = []
         with self._lock:
             if self.is_over:
                 return
@@ -235,7 +236,8 @@ class GpuWork(Launch):
             if self.recorded is not None:
                 finish(self.recorded, failed=error is not None)
             if has_ended:
-                self.take_memory()
+                memory = self.take_memory()
+        del memory  # without the lock, which who ends hanging work needs: without a pool, cudaFree waits for that work
 
     def take_memory(self) -> list[Any]:
         """Returns all references to the memory that the GPU reads or writes, and drops them."""
@@ -514,7 +516,7 @@ class Watched:
         if self._found is not None:
             raise self._found
         with self._lock:
-            head = self._running[0] if self._running else None
+            head = next((work for work in self._running if not work.is_over), None)
         for work in (head, self.call):
             if work is not None and not work.is_over:
                 # While the driver does not answer, nobody knows whether the work has begun: the time of silence counts.
