@@ -103,6 +103,43 @@ def test_default_streams_of_each_thread(comm):
     assert_all(result, comm.world_size * total(comm, 1))
 
 
+@pytest.mark.ranks(on={"fake": (2,), "gpu": (1, 2)})
+def test_so_do_threads_one_of_which_gets_the_number_of_one_that_has_ended(comm):
+    import threading
+
+    import cupy
+
+    callback = gs.AllreduceCallback("sum", comm)
+    callback.flush()
+    gradients, numbers, obstacles = [full(0), full(0)], [], []
+    device, own, side = cupy.cuda.Device(), cupy.cuda.Stream.ptds, side_stream()
+    ready = side.record()
+
+    def hand_over():
+        index = len(numbers)
+        if index == 2 or (index == 1 and threading.get_ident() != numbers[0]):
+            return
+        numbers.append(threading.get_ident())
+        with device, own:
+            own.wait_event(ready)
+            if index == 0:
+                obstacles.append(Obstacle(own))
+            gradients[index] += comm.rank + index
+            callback(index, gradients[index])
+
+    for _ in range(100):
+        thread = threading.Thread(target=hand_over)
+        thread.start()
+        thread.join()
+    if len(numbers) == 1:
+        callback(1, gradients[1] + comm.rank + 1)
+    with side:
+        callback.flush()
+        obstacles[0].lift()
+    for index, gradient in enumerate(gradients[: len(numbers)]):
+        assert_all(gradient, total(comm, index), side)
+
+
 @slow_streams
 def test_a_callback_reduces_what_several_streams_make(comm):
     for threshold_bytes in (1, 2 * 4 * SIZE, 10**7):

@@ -106,7 +106,7 @@ class NcclBackend(Backend):
         self.arrays = DeviceArrays(device_id, self._packer)
         self._is_debugging = DEBUG.read()
         self._failures = FailureMonitor(client, self.recorder)
-        self._marks: dict[tuple[int, int], tuple[Any, Any]] = {}  # see mark_work
+        self._marks = threading.local()  # see _mark
         self._flat: Any = None  # buffer for packed arrays; launches run one after the other, so one buffer is enough
         self._launch: GpuWork | None = None  # what is being launched, if anything
         self._last: GpuWork | None = None
@@ -437,13 +437,14 @@ class NcclBackend(Backend):
         It is safe to record an event again. A stream that waits for it already goes on waiting for the work before the
         previous record only; one that begins to wait now waits for all.
         """
-        # The default streams of all threads have the same handle; the stream is kept, so that no other one gets its.
-        key = threading.get_ident(), stream.ptr
-        if key not in self._marks:
-            if len(self._marks) >= _MAX_MARKS:
-                self._marks.clear()
-            self._marks[key] = stream, cupy.cuda.Event(disable_timing=True)
-        mark = self._marks[key][1]
+        # By thread, because the default streams of all threads have the same handle, and a thread may get the number of
+        # one that has ended. The stream is kept, so that no other one gets its handle.
+        marks: dict[Any, Any] = vars(self._marks)
+        if stream.ptr not in marks:
+            if len(marks) >= _MAX_MARKS:
+                marks.clear()
+            marks[stream.ptr] = stream, cupy.cuda.Event(disable_timing=True)
+        mark = marks[stream.ptr][1]
         mark.record(stream)
         return mark
 
