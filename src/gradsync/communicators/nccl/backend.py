@@ -345,7 +345,7 @@ class NcclBackend(Backend):
             self._watched.call = launch
             verification = self._verify
             result = np.empty(2, np.int64)
-            launched, history = verification.take_launched()
+            launched, count, history = verification.take_launched()
             numbers = cupy.asarray(np.array([launched, -launched]))
             self._nccl.all_reduce(numbers, numbers, ReduceOp.MAX)
             launch.write_back(numbers, result)
@@ -356,7 +356,7 @@ class NcclBackend(Backend):
             def outcome() -> BaseException | None:
                 if earlier is not None and earlier.done() and earlier.error is not None:
                     return earlier.error  # also where a thread looks at this one first: all ranks exchange the same
-                return verification.verdict(int(result[0]), -int(result[1]), number, history)
+                return verification.verdict(int(result[0]), -int(result[1]), number, count, history)
 
             launch.outcome = outcome
         return launch
