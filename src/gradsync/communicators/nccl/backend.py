@@ -473,7 +473,7 @@ class NcclBackend(Backend):
                     f"{self.label}: another thread has been launching a collective of another communicator for "
                     f"{self.timeout_seconds:g} s: launch all from one thread, or in the same order on all ranks"
                 )
-            outer, results_on = self._launch, self.arrays.results_on
+            outer, results_on = self._launch, self.arrays.launching.results_on
             try:
                 current = where = cupy.cuda.get_current_stream()
                 if after is not None:
@@ -488,7 +488,7 @@ class NcclBackend(Backend):
                 last = self._shared.last
                 if last is not None and (last.stream is not where or is_per_thread(where)):
                     where.wait_event(last.ended)
-                self.arrays.results_on = None if after is None else current
+                self.arrays.launching.results_on = None if after is None else current
                 with where:
                     launch.started.record(where)
                     try:
@@ -505,7 +505,7 @@ class NcclBackend(Backend):
             finally:
                 self._watched.call = None
                 self._launch = outer
-                self.arrays.results_on = results_on
+                self.arrays.launching.results_on = results_on
                 self._shared.launching.release()
 
     def _end_launch(self, launch: GpuWork, outer: GpuWork | None, error: BaseException | None) -> None:
