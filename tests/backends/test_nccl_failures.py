@@ -905,3 +905,22 @@ def test_memory_that_is_freed_only_when_a_kernel_ends_does_not_keep_the_deadline
     finally:
         freed.set()
     assert not any(has_waited_in_vain)
+
+
+@pytest.mark.ranks(1, on=("fake",), fresh=True)
+def test_a_communicator_that_has_ended_closes_also_after_no_thread_could_be_started_for_another(comm):
+    from gradsync.communicators.nccl import work
+
+    comm.abort("it is over")
+    wait_until(lambda: not work._all, "the end of its threads")
+    start = threading.Thread.start
+
+    def start_or_refuse(thread):
+        if thread.name == "gradsync-nccl-callbacks":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="start new thread"):
+        patch.setattr(threading.Thread, "start", start_or_refuse)
+        work._watch(comm._backend._watched)
+    comm.close()

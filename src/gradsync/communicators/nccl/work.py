@@ -600,15 +600,16 @@ def _watch(watched: Watched) -> None:
             _callbacks = SimpleQueue()  # a new queue: a callback that never returns may block the old queue's thread
             life, arguments = threading.Event(), (watched.device_id, _callbacks)
             for name, run in (("watcher", _look_for_failures), ("gpu", _ask_gpu), ("callbacks", _call_back)):
-                _caller = threading.Thread(
+                thread = threading.Thread(
                     target=run, args=(*arguments, life), name=f"gradsync-nccl-{name}", daemon=True
                 )
                 try:
-                    _caller.start()
+                    thread.start()
                 except BaseException:
                     life.set()
                     _callbacks.put(None)
                     raise
+            _caller = thread  # the last one, which calls
         _all.append(watched)  # last: if no thread can be started, the next communicator tries again
 
 
