@@ -205,7 +205,8 @@ def has_failed(communicator: Communicator) -> bool:
 def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: int, agreement: Agreement) -> None:
     """Copies the root's arrays into the arrays of the other ranks, in place, as one collective.
 
-    Every rank must call it with arrays of the same shapes and dtypes. The arguments are not checked.
+    Every rank must call it with arrays of the same shapes and dtypes, about which the ranks have just exchanged numbers
+    with the same agreement. The arguments are not checked.
 
     Args:
         communicator: the communicator that runs the broadcast.
@@ -218,14 +219,10 @@ def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: i
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for Communicator.all_reduce.
         NcclError, MpiError, RendezvousError, InvalidArgument: as for Communicator.all_reduce.
     """
+    if not natives:
+        return
     backend = communicator._backend
-    check_stream(communicator, "broadcast")
-    if backend.on_gpu:
-        compare(communicator, agreement)
     with communicator._lifetime.turn("broadcast", agreement), backend.launching(None) as launch:
-        if not natives:
-            backend.barrier(agreement)
-            return
         flats = [communicator._arrays.flat(native) for native in natives]
         launch.keep(*natives, *flats)
         backend.broadcast([flat.view(BYTE) for flat in flats], root, agreement)
