@@ -87,6 +87,21 @@ def test_what_was_launched_is_compared_at_the_end_of_the_step(comm, stray, words
     expect_end(comm, error)
 
 
+@pytest.mark.parametrize(("more", "words"), [(500, "all_reduce(max)"), (1500, "of which the last 1024 are known")])
+@broken
+def test_what_differed_hundreds_of_collectives_ago_is_told_and_earlier_ones_are_counted(comm, more, words):
+    callback = known(comm)
+    reduce_by_two_operators(comm, callback, callback)
+    array = full(1, 1)
+    for _ in range(more):
+        comm.all_reduce(array)
+    with pytest.raises(gs.PlanMismatch) as raised:
+        await_all(step(callback))
+        await_all(step(callback))
+    assert f"launched {more + 4} collectives" in str(raised.value)
+    assert words in str(raised.value)
+
+
 @broken
 def test_the_last_step_of_a_program_is_told_of_too(comm):
     """Though nobody reads its futures."""

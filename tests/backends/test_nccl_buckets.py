@@ -32,24 +32,19 @@ def check(futures, comm):
         assert_all(future.result(), total(comm, NAMES.index(name)))
 
 
-@pytest.mark.parametrize("is_named", [False, True])
 @pytest.mark.ranks(on={"fake": (1, 2)})
-def test_gradients_that_come_to_share_memory_are_refused(comm, is_named):
-    """Where a gradient lies where that of the last step lay, it is not compared with the others again."""
+def test_gradients_that_come_to_share_memory_are_refused(comm):
     import cupy
 
     memory, places = cupy.zeros(50, np.float32), {"a": (0, 10), "b": (10, 20), "c": (20, 30)}
-    parameters = dict.fromkeys(places, ((10,), "float32")) if is_named else None
-    callback = gs.AllreduceCallback("sum", comm, parameters=parameters)
+    callback = gs.AllreduceCallback("sum", comm, parameters=dict.fromkeys(places, ((10,), "float32")))
     steps = [
-        ("", {}),
         ("", {}),
         ("b", {"b": (5, 15)}),
         ("c", {"c": (15, 25)}),
         ("", {"a": (40, 50)}),
         ("b", {"a": (40, 50), "b": (40, 50)}),
     ]
-    steps += [] if is_named else [("c", {"b": (10, 25)}), ("", {})]
     for refused, moved in steps:
         memory[...] = 1.0
         futures = {}

@@ -166,12 +166,23 @@ def test_who_is_waited_for_is_said_long_before_the_deadline(comm, noticed, where
 
 @stuck_with_deadline
 def test_the_deadline_of_a_first_contact(comm):
-    """NCCL connects the ranks at their first collective, while the host waits."""
+    """NCCL connects the ranks at their first collective, while the host waits. An abort may not help: it comes last."""
+    from gradsync.rendezvous.client import RendezvousClient
+
+    ends, report = note_ends(), RendezvousClient.report_stuck
+
+    def noted(*arguments):
+        ends.append("report")
+        report(*arguments)
+
+    RendezvousClient.report_stuck = noted
     if comm.rank == 1:
         agree_and_not_come()
     with pytest.raises(gs.CollectiveTimeout):
         comm.all_reduce(full(1, 3))
         raise failure_of(comm)
+    wait_until(lambda: "abort" in ends)
+    assert ends == (["abort"] if comm.rank == 1 else ["report", "abort"])
 
 
 @pytest.mark.ranks(3, on=("fake",), fresh=True, environment=HANGS, options=DEADLINE)
@@ -871,3 +882,45 @@ def test_so_is_the_deadline_though_nobody_knows_whether_the_work_has_begun(comm,
     lifted.set()
     assert noticed
     assert isinstance(future.exception(), gs.CollectiveTimeout)
+
+
+@pytest.mark.ranks(2, on=("fake",), environment=HANGS, fresh=True, options={"collective_timeout_seconds": 1.0})
+def test_memory_that_is_freed_only_when_a_kernel_ends_does_not_keep_the_deadline_from_ending_it(comm):
+    """Without a pool, freeing memory waits for all kernels."""
+    import cupy
+
+    class Memory:
+        def __del__(self):
+            has_waited_in_vain.append(not freed.wait(15.0))
+
+    comm.barrier()
+    freed, has_waited_in_vain = threading.Event(), []
+    if comm.rank == 0:
+        with Obstacle(cupy.cuda.get_current_stream()):
+            with comm._backend.launching(None) as launch:
+                launch.keep(Memory())
+            comm.asynchronous.all_reduce(full(1))
+    try:
+        wait_until(lambda: comm.closed, "the deadline")
+    finally:
+        freed.set()
+    assert not any(has_waited_in_vain)
+
+
+@pytest.mark.ranks(1, on=("fake",), fresh=True)
+def test_a_communicator_that_has_ended_closes_also_after_no_thread_could_be_started_for_another(comm):
+    from gradsync.communicators.nccl import work
+
+    comm.abort("it is over")
+    wait_until(lambda: not work._all, "the end of its threads")
+    start = threading.Thread.start
+
+    def start_or_refuse(thread):
+        if thread.name == "gradsync-nccl-callbacks":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="start new thread"):
+        patch.setattr(threading.Thread, "start", start_or_refuse)
+        work._watch(comm._backend._watched)
+    comm.close()

@@ -132,6 +132,35 @@ def test_a_result_in_memory_that_another_thread_has_just_freed_waits_for_the_wor
     np.testing.assert_array_equal(future.result().get(), wanted)
 
 
+@pytest.mark.ranks(on={"fake": (1,), "gpu": (1,)})
+def test_memory_for_a_result_does_not_belong_to_a_stream_on_which_another_thread_launches_meanwhile(comm):
+    import cupy
+
+    device, theirs, ours = cupy.cuda.Device(), side_stream(), side_stream()
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def launch():
+        with device, theirs, comm._backend.launching(None, []):
+            has_begun.set()
+            may_end.wait(20.0)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    has_begun.wait(20.0)
+    with ours:
+        result = comm._backend.arrays.empty_like(full(0))  # as for a gradient that is read-only
+        may_end.set()
+        thread.join()
+        result[...] = 1
+        with Obstacle(ours):
+            copy = result + 1
+            del result
+            with theirs:
+                full(-7)
+            theirs.synchronize()
+    assert_all(copy, 2, ours)
+
+
 @pytest.mark.ranks(on={"fake": (2,)})
 def test_pinned_memory_of_results_on_the_host_is_free_once_they_are_there(comm):
     import cupy

@@ -103,6 +103,43 @@ def test_default_streams_of_each_thread(comm):
     assert_all(result, comm.world_size * total(comm, 1))
 
 
+@pytest.mark.ranks(on={"fake": (2,), "gpu": (1, 2)})
+def test_so_do_threads_one_of_which_gets_the_number_of_one_that_has_ended(comm):
+    import threading
+
+    import cupy
+
+    callback = gs.AllreduceCallback("sum", comm)
+    callback.flush()
+    gradients, numbers, obstacles = [full(0), full(0)], [], []
+    device, own, side = cupy.cuda.Device(), cupy.cuda.Stream.ptds, side_stream()
+    ready = side.record()
+
+    def hand_over():
+        index = len(numbers)
+        if index == 2 or (index == 1 and threading.get_ident() != numbers[0]):
+            return
+        numbers.append(threading.get_ident())
+        with device, own:
+            own.wait_event(ready)
+            if index == 0:
+                obstacles.append(Obstacle(own))
+            gradients[index] += comm.rank + index
+            callback(index, gradients[index])
+
+    for _ in range(100):
+        thread = threading.Thread(target=hand_over)
+        thread.start()
+        thread.join()
+    if len(numbers) == 1:
+        callback(1, gradients[1] + comm.rank + 1)
+    with side:
+        callback.flush()
+        obstacles[0].lift()
+    for index, gradient in enumerate(gradients[: len(numbers)]):
+        assert_all(gradient, total(comm, index), side)
+
+
 @slow_streams
 def test_a_callback_reduces_what_several_streams_make(comm):
     for threshold_bytes in (1, 2 * 4 * SIZE, 10**7):
@@ -335,3 +372,55 @@ def test_what_is_launched_later_waits_though_it_is_ready(comm, tmp_path, threads
         assert_all(early, comm.world_size, own)
     for group in (first, second):
         group.close()
+
+
+@pytest.mark.ranks(on={"fake": (1,), "gpu": (1,)}, environment=HANGS)
+def test_each_thread_with_its_own_default_stream_waits_for_a_result(comm):
+    from threading import Thread
+
+    import cupy
+
+    own, device, copies = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Device(), []
+    array = full(2)
+    own.wait_event(cupy.cuda.Stream.null.record())
+
+    def read(future):
+        with device, cupy.cuda.Stream.ptds:
+            copies.append(future.result() + 1)
+
+    with Obstacle(own):
+        with own:
+            array *= 2
+            future = comm.asynchronous.all_reduce(array, stream=own)
+        for _ in range(2):  # the second thread has the number of the first
+            thread = Thread(target=read, args=(future,))
+            thread.start()
+            thread.join()
+    cupy.cuda.Device().synchronize()
+    for copy in copies:
+        assert_all(copy, 5)
+
+
+@pytest.mark.ranks(on={"fake": (2,)})
+def test_a_message_is_not_over_for_another_thread_before_its_end_can_be_waited_for(comm):
+    """An event that was never recorded counts as reached."""
+    from threading import Thread
+
+    from gradsync.communicators.nccl.work import GpuWork
+
+    room, seen, record_end = np.zeros(SIZE, np.float32), [], GpuWork.record_end
+    if comm.rank == 0:
+        comm.send(full(5), 1)
+        return
+    future = comm.asynchronous.recv(room, 0)
+
+    def asked_meanwhile(work):
+        thread = Thread(target=lambda: seen.append(future.done()))
+        thread.start()
+        thread.join()
+        record_end(work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GpuWork, "record_end", asked_meanwhile)
+        assert_all(future.result(), 5)
+    assert seen == [False]

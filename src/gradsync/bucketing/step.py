@@ -173,8 +173,6 @@ class Step:
         self._memory: BucketMemory | None = None
         self._plan: _Plan | None = None  # None: the gradients look different from those of the last step
         self._is_launched_by: bool | None = None  # on a GPU: whether the plan that the ranks agreed on has weights
-        # On a GPU: where the gradients of the last step lay, which shared no memory; those of the same shape as now.
-        self._addresses: dict[Hashable, int] = {}
         self._results: dict[Hashable, Any] | None = {}  # of the last step; None within a backward pass
         self._results_end: Work = DONE
         self._is_busy = False
@@ -195,8 +193,6 @@ class Step:
         self._launched: list[Work] = []  # of the buckets that have been reduced, or launched on a GPU
         self._marks: set[Any] = set()  # on a GPU: of the work that makes the gradients, one for each stream
         self._overlaps = OverlapCheck()
-        self._have_moved = False  # on a GPU: whether gradients lie elsewhere than in the last step
-        self._awaited: set[Hashable] | None = None  # on a GPU: what the next bucket still lacks; None: look for it
         self._squares: list[float] = []  # of this rank's part of each bucket's results, if the backend sums them
         self._factor: tuple[ReduceOp, Any] | None = None
         self._total_weight: float | None = None
@@ -237,7 +233,7 @@ class Step:
         options = self._options
         self._plan, self._memory, self._results, self._results_end = None, None, {}, DONE
         self._is_launched_by = None
-        self._known, self._addresses = {}, {}
+        self._known = {}
         self._divergence = Divergence(options.check_every, options.diverged == "raise", communicator)
         self.unread = None
         if communicator.world_size > 1 and not options.gradient_as_bucket_view and self._hook is None:
@@ -329,27 +325,9 @@ class Step:
             or key in self._grads
             or self._is_watched
         ):
-            if its is not None and key in self._addresses and self._is_as_before(param, key, its, grad, communicator):
-                self._marks.add(mark_work(communicator, "a gradient"))
-                self._grads[key] = grad
-                future = GradientFuture(its.name, self._end or self._begin_end(), grad)
-                if self._is_fixed:
-                    self._launch_complete(key, communicator)
-                return future
             return self._admit(param, key, grad, communicator)
         self._grads[key] = grad
         return GradientFuture(its.name, self._end or self._begin_end(), grad)
-
-    def _is_as_before(self, param: Any, key: Hashable, its: Known, grad: Any, communicator: Communicator) -> bool:
-        """On a GPU: whether a gradient needs no check, as it lies where that of the last step lay."""
-        return (
-            self._addresses[key] == arrays_of(communicator).address(grad)
-            and its.shape == grad.shape
-            and its.dtype is grad.dtype
-            and type(its.param) is type(param)
-            and key not in self._grads
-            and not self._have_moved  # else it must be compared with those that have
-        )
 
     def _begin_end(self) -> Pending:
         assert self._communicator is not None
@@ -391,13 +369,8 @@ class Step:
         if its is None or its.shape != native.shape or its.dtype != native.dtype:
             its = self._learn(param, key, name, native, its, communicator)
         arrays = arrays_of(communicator)
-        if beside_host and not self._options.gradient_as_bucket_view:
-            if not self._have_moved:
-                for earlier, array in self._grads.items():
-                    self._overlaps.claim(array, self._known[earlier].name, arrays, communicator.label)
-                self._have_moved = True
+        if beside_host and self._is_fixed and not self._options.gradient_as_bucket_view:
             self._overlaps.claim(native, its.name, arrays, communicator.label)
-            self._addresses.pop(key, None)
         value: Any = grad
         if self._options.gradient_as_bucket_view:
             memory = self._ensure_memory(communicator)
@@ -426,7 +399,7 @@ class Step:
         else:
             future = self.unread.future(key, its.name, end, value, is_new=value is not grad)
         if beside_host and self._is_fixed:
-            self._launch_complete(key, communicator)
+            self._launch_complete(communicator)
         return future
 
     def _learn(
@@ -523,7 +496,7 @@ class Step:
             if self.total_weight == 0.0:
                 self._end_unreduced()
             else:
-                self._end_step(work, communicator)
+                self._end_step(work)
         except BaseException as error:
             # Ctrl-C is for the thread that flushes, not for those that wait for a future.
             cancelled = GradientCancelled(f"the flush ended with {describe(error)}")
@@ -629,9 +602,7 @@ class Step:
                     arrays_of(communicator).assign(elsewhere[key].native, elsewhere[key].target)
             return [self._memory.flats[bucket.number]], None
         if not elsewhere:
-            natives = [self._grads[key] for key in bucket.keys]
-            is_packed = runs_beside_host(communicator) and self._hook is None  # by address and size
-            return natives if is_packed else [native.reshape(-1) for native in natives], None
+            return [self._grads[key].reshape(-1) for key in bucket.keys], None
         natives = [elsewhere[key].native if key in elsewhere else self._grads[key] for key in bucket.keys]
         return natives, [self._result_of(key) for key in bucket.keys]
 
@@ -646,10 +617,10 @@ class Step:
 
     def _check_overlaps(self, communicator: Communicator) -> None:
         """Refuses gradients that share memory: their results would be mixed."""
-        grads = self._grads
-        if self._memory is not None or runs_beside_host(communicator):  # those have been looked at one by one
+        grads, beside_host = self._grads, runs_beside_host(communicator)
+        if self._memory is not None or (beside_host and self._is_fixed):  # those have been looked at one by one
             return
-        if len(set(map(id, grads.values()))) == len(grads):
+        if not beside_host and len(set(map(id, grads.values()))) == len(grads):
             for base in map(_base_of, grads.values()):
                 if base is not None:
                     break
@@ -751,19 +722,14 @@ class Step:
 
     # -- Early launches: a GPU, and `parameters=` ---------------------------------------------------------------------
 
-    def _launch_complete(self, key: Hashable, communicator: Communicator) -> None:
-        """A gradient has arrived: launches the next buckets, as far as all their gradients have."""
-        plan, awaited = self._plan, self._awaited
-        if awaited is not None:
-            awaited.discard(key)
-            if awaited:
-                return
+    def _launch_complete(self, communicator: Communicator) -> None:
+        """Launches the next buckets, as far as all their gradients have arrived."""
+        plan = self._plan
         if plan is None or self._hook is not None or self._weight == 0.0:
             return
         while len(self._launched) < len(plan.buckets):
             bucket = plan.buckets[len(self._launched)]
-            self._awaited = set(bucket.keys).difference(self._grads)
-            if self._awaited:
+            if not all(key in self._grads for key in reversed(bucket.keys)):  # the last mostly arrives last
                 return
             began = time.perf_counter()
             try:
@@ -869,15 +835,11 @@ class Step:
 
     # -- Ends ---------------------------------------------------------------------------------------------------------
 
-    def _end_step(self, work: Work, communicator: Communicator) -> None:
+    def _end_step(self, work: Work) -> None:
         self.statistics.steps += bool(self._grads)
         self.statistics.gradients += len(self._grads)
         self._results = self._grads | self._values if self._values else self._grads
         self._results_end = work
-        if self._have_moved:
-            address_of = arrays_of(communicator).address
-            addresses = {key: address_of(grad) for key, grad in self._grads.items() if key not in self._elsewhere}
-            self._addresses = {key: address for key, address in addresses.items() if address is not None}
         self._finish(None, work)
 
     def _end_unreduced(self) -> None:

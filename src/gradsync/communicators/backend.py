@@ -87,7 +87,7 @@ class Message:
         self._when_over: list[Callable[[], None]] = []
 
     def end(self, error: BaseException | None = None, work: Launch = ON_CPU) -> None:
-        """Ends the message. Only its backend calls this, on a GPU within `launching`."""
+        """Ends the message. Only its backend calls this, on a GPU after `launching`, in which it has written back."""
         if error is None and self.target is not None:
             work.write_back(self.flat, self.target)
         self.error, self.work, self.is_over = error, work, True
@@ -338,12 +338,10 @@ class Backend(ABC):
         """
         return _INLINE
 
-    def mark_work(self, stream: Any = None, what: str = "") -> Any:
+    def mark_work(self, stream: Any = None) -> Any:
         """Returns a mark of the end of the work that is queued on the current stream, and on `stream`; None on the CPU.
 
-        Args:
-            stream: one that `checked_stream` has returned.
-            what: if it is given, the current stream is checked as by `checked_stream`.
+        `stream` is one that `checked_stream` has returned.
         """
         return None
 

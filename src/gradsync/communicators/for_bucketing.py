@@ -175,13 +175,10 @@ def check_stream(communicator: Communicator, what: str) -> None:
     communicator._backend.checked_stream(None, what)
 
 
-def mark_work(communicator: Communicator, what: str = "") -> Any:
-    """Marks the end of the work that is queued on the current stream, for reduce_list(after=).
-
-    If `what` is given, checks the stream first; see check_stream.
-    """
+def mark_work(communicator: Communicator) -> Any:
+    """Marks the end of the work that is queued on the current stream, for reduce_list(after=)."""
     communicator._lifetime.check_usable("a collective")  # in a forked child CUDA's own error would not give the reason
-    return communicator._backend.mark_work(None, what)
+    return communicator._backend.mark_work()
 
 
 def follow_work(communicator: Communicator, marks: Collection[Any]) -> None:
@@ -208,7 +205,8 @@ def has_failed(communicator: Communicator) -> bool:
 def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: int, agreement: Agreement) -> None:
     """Copies the root's arrays into the arrays of the other ranks, in place, as one collective.
 
-    Every rank must call it with arrays of the same shapes and dtypes. The arguments are not checked.
+    Every rank must call it with arrays of the same shapes and dtypes, about which the ranks have just exchanged numbers
+    with the same agreement. The arguments are not checked.
 
     Args:
         communicator: the communicator that runs the broadcast.
@@ -221,14 +219,10 @@ def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: i
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for Communicator.all_reduce.
         NcclError, MpiError, RendezvousError, InvalidArgument: as for Communicator.all_reduce.
     """
+    if not natives:
+        return
     backend = communicator._backend
-    check_stream(communicator, "broadcast")
-    if backend.on_gpu:
-        compare(communicator, agreement)
     with communicator._lifetime.turn("broadcast", agreement), backend.launching(None) as launch:
-        if not natives:
-            backend.barrier(agreement)
-            return
         flats = [communicator._arrays.flat(native) for native in natives]
         launch.keep(*natives, *flats)
         backend.broadcast([flat.view(BYTE) for flat in flats], root, agreement)

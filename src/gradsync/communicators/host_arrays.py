@@ -105,10 +105,6 @@ class ArrayKind:
         """Whether the array may be written to."""
         return bool(native.flags.writeable)
 
-    def address(self, array: Any) -> int | None:
-        """Returns the address of an array that a GPU reduces where it lies; None if it must be looked at."""
-        return None
-
     def byte_bounds(self, native: Any) -> tuple[int, int]:
         """Returns the address of the first byte of a non-empty array, and the address after its last byte."""
         return span(native, native.__array_interface__["data"][0])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable
 from functools import wraps
 from types import SimpleNamespace
@@ -62,6 +63,12 @@ def _on_own_device(method: _Method) -> _Method:
     return cast(_Method, run)
 
 
+class _Launching(threading.local):
+    """See DeviceArrays."""
+
+    results_on: Any = None
+
+
 class DeviceArrays(ArrayKind):
     """An ArrayKind whose native arrays are CuPy arrays of one device, or NumPy arrays. Flat arrays are on the device.
 
@@ -70,16 +77,17 @@ class DeviceArrays(ArrayKind):
         packer: the kernels of this device.
 
     Attributes:
-        results_on: the stream on which the program will use a result; None means the current stream. `empty` allocates
-            memory for this stream. CuPy's memory pool gives freed memory at once to the next allocation for the same
-            stream. So work that is still queued on this stream may read or write the new array's memory; `empty` makes
-            the current stream wait until this work has ended.
+        launching.results_on: in the thread that launches, the stream on which the program will use a result; None means
+            the current stream, as in any other thread. `empty` allocates memory for this stream. CuPy's memory pool
+            gives freed memory at once to the next allocation for the same stream. So work that is still queued on this
+            stream may read or write the new array's memory; `empty` makes the current stream wait until this work has
+            ended.
     """
 
     def __init__(self, device_id: int, packer: Packer) -> None:
         self._device_id = device_id
         self._packer = packer
-        self.results_on: Any = None
+        self.launching = _Launching()
 
     def check_operation(self, op: ReduceOp, dtype: np.dtype[Any]) -> None:
         """See ArrayKind. NCCL has no 16-bit integers and no products of complex numbers."""
@@ -139,7 +147,7 @@ class DeviceArrays(ArrayKind):
         """See ArrayKind."""
         if isinstance(like, np.ndarray):
             return np.empty(shape, dtype)
-        stream = self.results_on
+        stream = self.launching.results_on
         if stream is None:
             return cupy.empty(shape, dtype)
         with stream:
@@ -213,10 +221,6 @@ class DeviceArrays(ArrayKind):
     def writeable(self, native: Any) -> bool:
         """See ArrayKind."""
         return native.flags.writeable if isinstance(native, np.ndarray) else not isinstance(native, _ReadOnly)
-
-    def address(self, array: Any) -> int | None:
-        """See ArrayKind."""
-        return array.data.ptr if type(array) is cupy.ndarray and array.flags.c_contiguous else None
 
     def byte_bounds(self, native: Any) -> tuple[int, int]:
         """See ArrayKind. The host and all devices share one address space (CUDA's unified addressing)."""

@@ -24,7 +24,7 @@ from gradsync.communicators.failures import FailureMonitor
 from gradsync.communicators.nccl.arrays import DeviceArrays
 from gradsync.communicators.nccl.library import Nccl
 from gradsync.communicators.nccl.pack import Packer, pack_layout
-from gradsync.communicators.nccl.streams import as_stream, on_device, refuse_capturing
+from gradsync.communicators.nccl.streams import as_stream, is_per_thread, on_device, refuse_capturing
 from gradsync.communicators.nccl.verify import Verification
 from gradsync.communicators.nccl.work import GpuWork, Watched, await_callbacks
 from gradsync.diagnostics import trace
@@ -44,8 +44,6 @@ _DRAIN_SECONDS = 10.0  # how long close() waits for running collectives
 _REPORT_SECONDS = 1.0  # how long close() waits until the server knows of a failure
 _CALLBACK_SECONDS = 10.0  # how long close() waits for the done-callbacks of collectives that have ended
 _MAX_MARKS = 64
-_MAX_TABLES = 64
-_MAX_NUMBERS = 16
 _FIRST_NUMBERS = 15  # that ranks exchange with a digest: with it 128 bytes
 _HALF_PRECISION = ("float16", "bfloat16")
 
@@ -108,9 +106,7 @@ class NcclBackend(Backend):
         self.arrays = DeviceArrays(device_id, self._packer)
         self._is_debugging = DEBUG.read()
         self._failures = FailureMonitor(client, self.recorder)
-        self._marks: dict[tuple[int, int], tuple[Any, Any]] = {}  # see mark_work
-        self._numbers: dict[int, Any] = {}  # on the device: what verify() compares, the same in most steps
-        self._tables: dict[tuple[int, ...], Any] = {}  # on the device, by the arrays' addresses and sizes
+        self._marks = threading.local()  # see _mark
         self._flat: Any = None  # buffer for packed arrays; launches run one after the other, so one buffer is enough
         self._launch: GpuWork | None = None  # what is being launched, if anything
         self._last: GpuWork | None = None
@@ -126,6 +122,8 @@ class NcclBackend(Backend):
         # The finalizer does not run at interpreter exit: there the process group closes its communicators, and other
         # communicators cannot hang (see library.py).
         weakref.finalize(self, nccl.leave, partial(_end_rest, self._watched, client)).atexit = False
+        if self._is_debugging:  # later the host would wait for ranks that compare their messages, and wait for this one
+            self._meet_all()
 
     # -- Reductions ----------------------------------------------------------------------------------------------
 
@@ -298,19 +296,37 @@ class NcclBackend(Backend):
                 _copy_bytes(source, target)
             sent = [(each.peer, each.flat) for each in sent_to if each.flat.size]
             received = [(each.peer, each.flat) for each in received_from if each.flat.size]
-            # Two ranks connect when they first meet, and NCCL fails if their groups then have other ways between them:
-            # a send on one rank, and a receive and a send on the other. So each sends the other a byte, too.
-            if met := {peer for peer, _ in [*sent, *received]} - self._met:
-                self._met |= met
-                both = cupy.empty(2, np.uint8)
-                launch.keep(both)
-                sent = [(peer, both[:1]) for peer in met] + sent
-                received = [(peer, both[1:]) for peer in met] + received
+            to_new, from_new = self._greetings({peer for peer, _ in [*sent, *received]})
             self._begin(None)
-            self._nccl.exchange(sent, received)
+            self._nccl.exchange(to_new + sent, from_new + received)
+            messages = [message for message in messages if not message.is_over]
             for message in messages:
-                if not message.is_over:
-                    message.end(work=launch)
+                if message.target is not None:
+                    launch.write_back(message.flat, message.target)
+                    message.target = None
+        for message in messages:  # now: another thread that sees that they are over asks for the end of the launch
+            message.end(work=launch)
+
+    def _greetings(self, peers: Collection[int]) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]]]:
+        """Returns a byte to send to, and to receive from, each of these ranks with which there was no message yet.
+
+        Two ranks connect when they first meet, and NCCL fails if their groups then have other ways between them: a send
+        on one rank, and a receive and a send on the other. With the bytes both groups have both ways.
+        """
+        new = set(peers) - self._met
+        if not new:
+            return [], []
+        self._met |= new
+        both = cupy.empty(2, np.uint8)
+        assert self._launch is not None
+        self._launch.keep(both)
+        return [(peer, both[:1]) for peer in new], [(peer, both[1:]) for peer in new]
+
+    def _meet_all(self) -> None:
+        with self.launching(None, []):
+            greetings = self._greetings(set(range(self.world_size)) - {self.rank})
+            self._begin(None)
+            self._nccl.exchange(*greetings)
 
     # -- Agreement -----------------------------------------------------------------------------------------------
 
@@ -329,15 +345,9 @@ class NcclBackend(Backend):
             self._watched.call = launch
             verification = self._verify
             result = np.empty(2, np.int64)
-            launched, history = verification.take_launched()
-            both = self._numbers.get(launched)
-            if both is None:
-                if len(self._numbers) >= _MAX_NUMBERS:
-                    self._numbers.clear()
-                both = self._numbers[launched] = cupy.asarray(np.array([launched, -launched]))
-            numbers = cupy.empty_like(both)
-            self._nccl.all_reduce(both, numbers, ReduceOp.MAX)
-            launch.keep(both)
+            launched, count, history = verification.take_launched()
+            numbers = cupy.asarray(np.array([launched, -launched]))
+            self._nccl.all_reduce(numbers, numbers, ReduceOp.MAX)
             launch.write_back(numbers, result)
             launch.has_host_results = False  # who waits for the step's gradients need not wait for these
             number = verification.next_number()
@@ -346,7 +356,7 @@ class NcclBackend(Backend):
             def outcome() -> BaseException | None:
                 if earlier is not None and earlier.done() and earlier.error is not None:
                     return earlier.error  # also where a thread looks at this one first: all ranks exchange the same
-                return verification.verdict(int(result[0]), -int(result[1]), number, history)
+                return verification.verdict(int(result[0]), -int(result[1]), number, count, history)
 
             launch.outcome = outcome
         return launch
@@ -404,28 +414,17 @@ class NcclBackend(Backend):
         self._packer.scale(self._table([source], target, factor), target, source.dtype, factor)
 
     def _table(self, arrays: Sequence[Any], *used: Any) -> Any:
-        """Returns the table of arrays for the packer. The launch keeps it, and what is used with it.
-
-        The arrays of a step often lie where those of the last one lay. Launches run one after the other, so a table is
-        there once the first launch that uses it has begun.
-        """
+        """Returns the table of arrays for the packer. The launch keeps it, and what is used with it."""
         assert self._launch is not None
-        key = tuple([number for array in arrays for number in (array.data.ptr, array.nbytes)])
-        table = self._tables.get(key)
-        if table is None:
-            if len(self._tables) >= _MAX_TABLES:
-                self._tables.clear()
-            table = self._tables[key] = self._packer.table(arrays)
+        table = self._packer.table(arrays)
         self._launch.keep(self._flat, table, *used)
         return table
 
     # -- Launching -----------------------------------------------------------------------------------------------
 
-    def mark_work(self, stream: Any = None, what: str = "") -> Any:
+    def mark_work(self, stream: Any = None) -> Any:
         with on_device(self._device_id):
             current = cupy.cuda.get_current_stream()
-            if what:
-                refuse_capturing(current, f"{self.label}: {what}")
             mark = self._mark(current)
             if stream is None or stream is current:
                 return mark
@@ -438,13 +437,14 @@ class NcclBackend(Backend):
         It is safe to record an event again. A stream that waits for it already goes on waiting for the work before the
         previous record only; one that begins to wait now waits for all.
         """
-        # The default streams of all threads have the same handle; the stream is kept, so that no other one gets its.
-        key = threading.get_ident(), stream.ptr
-        if key not in self._marks:
-            if len(self._marks) >= _MAX_MARKS:
-                self._marks.clear()
-            self._marks[key] = stream, cupy.cuda.Event(disable_timing=True)
-        mark = self._marks[key][1]
+        # By thread, because the default streams of all threads have the same handle, and a thread may get the number of
+        # one that has ended. The stream is kept, so that no other one gets its handle.
+        marks: dict[Any, Any] = vars(self._marks)
+        if stream.ptr not in marks:
+            if len(marks) >= _MAX_MARKS:
+                marks.clear()
+            marks[stream.ptr] = stream, cupy.cuda.Event(disable_timing=True)
+        mark = marks[stream.ptr][1]
         mark.record(stream)
         return mark
 
@@ -473,7 +473,7 @@ class NcclBackend(Backend):
                     f"{self.label}: another thread has been launching a collective of another communicator for "
                     f"{self.timeout_seconds:g} s: launch all from one thread, or in the same order on all ranks"
                 )
-            outer, results_on = self._launch, self.arrays.results_on
+            outer, results_on = self._launch, self.arrays.launching.results_on
             try:
                 current = where = cupy.cuda.get_current_stream()
                 if after is not None:
@@ -486,10 +486,9 @@ class NcclBackend(Backend):
                     where.wait_event(self._mark(current))
                 self._launch = launch = GpuWork(self._watched, where)
                 last = self._shared.last
-                # The threads are compared too: Stream.ptds is one object, but a different stream in each thread.
-                if last is not None and (last.stream is not where or last.thread != launch.thread):
+                if last is not None and (last.stream is not where or is_per_thread(where)):
                     where.wait_event(last.ended)
-                self.arrays.results_on = None if after is None else current
+                self.arrays.launching.results_on = None if after is None else current
                 with where:
                     launch.started.record(where)
                     try:
@@ -506,7 +505,7 @@ class NcclBackend(Backend):
             finally:
                 self._watched.call = None
                 self._launch = outer
-                self.arrays.results_on = results_on
+                self.arrays.launching.results_on = results_on
                 self._shared.launching.release()
 
     def _end_launch(self, launch: GpuWork, outer: GpuWork | None, error: BaseException | None) -> None:

@@ -44,6 +44,11 @@ class on_device:  # noqa: N801 - it is called as a function
                 cupy.cuda.Device(self._own).use()
 
 
+def is_per_thread(stream: Any) -> bool:
+    """Whether a CuPy stream is the per-thread default stream: one object, but another stream in each thread."""
+    return bool(stream.ptr == cupy.cuda.Stream.ptds.ptr)
+
+
 def as_stream(stream: Any, device_id: int, who: str) -> Any:
     """Returns a CuPy stream for a stream that the program has passed to gradsync.
 

@@ -22,7 +22,7 @@ from gradsync.rendezvous.client import RendezvousClient
 _BITS = 62  # so that the negative number is there, too
 _FACTOR = 0x9E3779B97F4A7C15
 _STRAYED = "launched other work than the others: "  # in the reason of an abort
-_HISTORY = 256  # collectives that are told of
+_HISTORY = 1024  # collectives that are told of
 
 
 class Verification:
@@ -56,12 +56,14 @@ class Verification:
         self._compared = 0  # the number of comparisons
         self._messages: dict[tuple[int, int], int] = {}  # compared, by sender and receiver
         self._history: deque[Agreement] = deque(maxlen=_HISTORY)  # launched since take_launched() was called
+        self._count = 0  # of collectives in `launched`
         self.launched = 0
 
     def add(self, agreement: Agreement) -> None:
         """Adds a collective that is about to be launched."""
         self.launched = (self.launched * _FACTOR + agreement.digest) % 2**_BITS
         self._history.append(agreement)
+        self._count += 1
 
     # -- Before a launch -----------------------------------------------------------------------------------------
 
@@ -112,19 +114,22 @@ class Verification:
 
     # -- After launches ------------------------------------------------------------------------------------------
 
-    def take_launched(self) -> tuple[int, list[Agreement]]:
-        """Returns the number of what was launched since the last call of this method, and the last of it."""
-        launched, history = self.launched, list(self._history)
-        self.launched = 0
+    def take_launched(self) -> tuple[int, int, list[Agreement]]:
+        """Returns the number for what was launched since the last call of this method, how many, and the last of it."""
+        taken = self.launched, self._count, list(self._history)
+        self.launched = self._count = 0
         self._history.clear()
-        return launched, history
+        return taken
 
-    def verdict(self, largest: int, smallest: int, number: int, history: Sequence[Agreement]) -> PlanMismatch | None:
+    def verdict(
+        self, largest: int, smallest: int, number: int, count: int, history: Sequence[Agreement]
+    ) -> PlanMismatch | None:
         """Returns the error if the numbers of the ranks differed, and exchanges what they had launched."""
         if largest == smallest:
             return None
         lines = tuple(map(_line, history))
-        mine = Description(f"launched {len(lines)} collectives since the last comparison", lines)
+        known = f", of which the last {len(lines)} are known" if count > len(lines) else ""
+        mine = Description(f"launched {count} collectives since the last comparison{known}", lines)
         told = exchange_descriptions(self._client, self._group, number, mine.to_text(), self._client.world_ranks)
         return mismatch(self._label, Agreement(0, lambda: mine), told, broken=True)
 

@@ -27,7 +27,7 @@ from gradsync.communicators.agreement import on_behalf
 from gradsync.communicators.backend import Backend, Launch
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.nccl.library import Nccl, event_status
-from gradsync.communicators.nccl.streams import CAPTURE_ERRORS, as_stream, capture_refusal, on_device
+from gradsync.communicators.nccl.streams import CAPTURE_ERRORS, as_stream, capture_refusal, is_per_thread, on_device
 from gradsync.diagnostics import Entry, Running, finish
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, PlanMismatch, RankFailed, describe
 from gradsync.futures import again, is_in_callback, refuse_wait_in_callback
@@ -43,6 +43,7 @@ _SLEEP_SECONDS = 100e-6
 _VERDICT_SECONDS = 12.0
 _IDLE_SECONDS = 0.05
 _BUSY_SECONDS = 0.005  # the pause between looks while something runs; a done-callback may be late by this time
+_KEPT = 4  # so much work may have ended, and keep its memory, until a thread looks: a look costs microseconds
 _LEFT_SECONDS = 0.5  # how often a launch that runs asks whether one of its ranks has closed the communicator
 
 _SUCCESS, _NOT_READY = 0, 600
@@ -84,6 +85,7 @@ class GpuWork(Launch):
         self.recorded: Running | None = None
         self.outcome: Callable[[], BaseException | None] | None = None
         self.seen_started_at: float | None = None
+        self._waiting: Any = None  # a stream that waits already: kept, so that no other stream gets its handle
         self.is_over = False
         self.error: BaseException | None = None
         # Without these references, CuPy's pool would give the memory to others while the GPU still uses it.
@@ -146,15 +148,20 @@ class GpuWork(Launch):
         if self.has_host_results:
             self._wait(name or self.name, timeout_seconds)
             return
-        self.done()
         self._raise_error()
-        if stream is None and self.is_over:
-            return
+        if stream is None:
+            current = cupy.cuda.get_current_stream(self._watched.device_id)
+            if self.is_over or self._waiting == current:  # a program reads all gradients of a step
+                return
         with on_device(self._watched.device_id):  # a default stream's handle means the current device's stream
             waiting = as_stream(stream, self._watched.device_id, self.name)  # what is no stream is always refused
-            if not self.is_over:
-                with capture_refusal(self.name):
-                    waiting.wait_event(self.ended)
+            if self.done():
+                self._raise_error()
+                return
+            with capture_refusal(self.name):
+                waiting.wait_event(self.ended)
+        if stream is None and not is_per_thread(current):
+            self._waiting = current
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """See Work."""
@@ -216,6 +223,7 @@ class GpuWork(Launch):
     def end(self, error: BaseException | None) -> None:
         """Ends the work, with an error if one is given; does nothing if it has ended already."""
         has_ended = error is None  # otherwise the GPU may still use the memory
+        memory: list[Any] = []
         with self._lock:
             if self.is_over:
                 return
@@ -228,7 +236,8 @@ class GpuWork(Launch):
             if self.recorded is not None:
                 finish(self.recorded, failed=error is not None)
             if has_ended:
-                self.take_memory()
+                memory = self.take_memory()
+        del memory  # without the lock, which who ends hanging work needs: without a pool, cudaFree waits for that work
 
     def take_memory(self) -> list[Any]:
         """Returns all references to the memory that the GPU reads or writes, and drops them."""
@@ -344,7 +353,8 @@ class Watched:
             failure = self.failure
         if failure is not None:
             self._end_running(failure)
-        self.reap()
+        elif len(self._running) > _KEPT:
+            self.reap()
 
     def reap(self) -> None:
         """Drops the work that has ended, with its memory, the oldest first."""
@@ -506,7 +516,7 @@ class Watched:
         if self._found is not None:
             raise self._found
         with self._lock:
-            head = self._running[0] if self._running else None
+            head = next((work for work in self._running if not work.is_over), None)
         for work in (head, self.call):
             if work is not None and not work.is_over:
                 # While the driver does not answer, nobody knows whether the work has begun: the time of silence counts.
@@ -590,15 +600,16 @@ def _watch(watched: Watched) -> None:
             _callbacks = SimpleQueue()  # a new queue: a callback that never returns may block the old queue's thread
             life, arguments = threading.Event(), (watched.device_id, _callbacks)
             for name, run in (("watcher", _look_for_failures), ("gpu", _ask_gpu), ("callbacks", _call_back)):
-                _caller = threading.Thread(
+                thread = threading.Thread(
                     target=run, args=(*arguments, life), name=f"gradsync-nccl-{name}", daemon=True
                 )
                 try:
-                    _caller.start()
+                    thread.start()
                 except BaseException:
                     life.set()
                     _callbacks.put(None)
                     raise
+            _caller = thread  # the last one, which calls
         _all.append(watched)  # last: if no thread can be started, the next communicator tries again
 
 
