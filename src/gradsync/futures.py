@@ -92,6 +92,10 @@ class Work:
         """Whether the work has ended or failed; never waits."""
         return True
 
+    def has_ended(self) -> bool:
+        """Whether the work is known to have ended or failed; unlike `done`, it never moves a message on."""
+        return self.done()
+
     def order(self, name: str = "", stream: Any = None, timeout_seconds: float | None = None) -> None:
         """Waits until the work has ended; on a GPU until it was launched: a stream then waits for its end.
 
@@ -381,10 +385,10 @@ class CollectiveFuture:
         self._work.when_done(partial(run_callback, function, self))
 
     def __repr__(self) -> str:
-        if not self.done():
+        if not self._work.has_ended():  # whoever prints a future changes nothing
             state = "pending"
         else:
-            error = self.exception()
+            error = self._work.failure()
             state = "ready" if error is None else f"failed with {type(error).__name__}"
         return f"<{type(self).__name__} of {self.name}: {state}>"
 

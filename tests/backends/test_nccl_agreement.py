@@ -129,6 +129,19 @@ def test_what_the_host_waits_for_is_compared_before_and_all_go_on(comm):
 # -- A rank that lacks a gradient -------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks(2, on=("fake",), environment=HANGS, fresh=True)
+def test_the_other_communicators_that_it_ends_name_its_group(comm):
+    group = comm.new_group([0, 1])
+    callback = known(group)
+    await_all(step(callback))
+    with pytest.raises(gs.PlanMismatch):
+        step(callback, NAMES[: 2 + comm.rank])
+        await_all(step(callback))
+    wait_until(lambda: comm.closed)
+    with pytest.raises(gs.PlanMismatch, match=rf"rank 0: .* in group '{group.recorder.group}'"):
+        comm.barrier()
+
+
 @pytest.mark.parametrize("lacking", ["a", "c"])
 @broken
 def test_a_rank_that_lacks_a_gradient_of_the_plan_ends_the_step_of_all_at_once(comm, tmp_path, lacking):

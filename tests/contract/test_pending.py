@@ -15,6 +15,8 @@ import gradsync as gs
 from arrays import LAYOUTS, arrays_of, assert_identical, contribution, in_layout
 from bucketing.reference import Heard
 from commands import wait_until
+from gradsync.communicators.agreement import agreement_on
+from gradsync.communicators.backend import Message
 from ranks import COMPARED, SEVERAL
 
 #: Rings and the like differ with the number of ranks.
@@ -361,10 +363,11 @@ def test_received_into_arrays_of_any_layout(comm):
 
 
 @pytest.mark.ranks(on=PAIR)
-def test_nothing_moves_before_this_rank_waits_and_done_moves_it(comm, tmp_path):
+def test_nothing_moves_before_the_next_call_and_done_moves_it(comm, tmp_path):
     ring = Ring(comm, 1_000_000)
-    futures = [ring.irecv(), ring.isend()]
-    assert "pending" in repr(futures[0])
+    futures = [ring.irecv()]
+    assert "pending" in repr(futures[0])  # and it moves nothing: over NCCL a receive that is launched alone hangs
+    futures.append(ring.isend())  # which starts the first, and may even end it
     for future in futures:
         while not future.done():
             pass
@@ -707,3 +710,16 @@ def test_in_a_forked_child_they_have_failed(comm):
     for future in futures:
         future.result()
     ring.check()
+
+
+def test_a_callback_that_is_added_while_another_thread_ends_the_message_is_called_once():
+    class Calls(list):
+        def append(self, call):
+            message.end()  # as the other thread, just before
+            super().append(call)
+
+    array, calls = np.zeros(3), []
+    message = Message(1, array, agreement_on("message", array.shape, array.dtype, "", is_message=True))
+    message._when_over = Calls()
+    message.when_over(lambda: calls.append("called"))
+    assert calls == ["called"]

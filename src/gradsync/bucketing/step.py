@@ -737,8 +737,6 @@ class Step:
                 self._agree_before_launches(plan, communicator)
                 self._compare_parameters(plan)
                 op, factor = self._agreed_factor(communicator)
-                if self._total_weight == 0.0:
-                    return
                 self._launched.append(self._reduce_bucket(bucket, plan, communicator, op, factor))
             except BaseException as error:
                 self.fail(error)

@@ -91,16 +91,21 @@ class Message:
         if error is None and self.target is not None:
             work.write_back(self.flat, self.target)
         self.error, self.work, self.is_over = error, work, True
-        calls, self._when_over = self._when_over, []
-        for call in calls:
-            work.when_done(call)
+        self._call()
 
     def when_over(self, function: Callable[[], None]) -> None:
         """Calls function() when the message has ended, on a GPU when the GPU has moved it."""
-        if self.is_over:
+        self._when_over.append(function)
+        if self.is_over:  # looked at last: another thread may have ended it meanwhile
+            self._call()
+
+    def _call(self) -> None:
+        while self._when_over:
+            try:
+                function = self._when_over.pop(0)
+            except IndexError:  # another thread has taken the last one
+                return
             self.work.when_done(function)
-        else:
-            self._when_over.append(function)
 
 
 class Backend(ABC):

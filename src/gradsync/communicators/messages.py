@@ -141,6 +141,10 @@ class MessageWork(Work):
                 return False
             except GradsyncError:  # it has ended the communicator, and this work
                 return self._are_over
+        return self.has_ended()
+
+    def has_ended(self) -> bool:
+        """See Work."""
         return self._are_over and all(message.work.done() for message in self._own)
 
     def order(self, name: str = "", stream: Any = None, timeout_seconds: float | None = None) -> None:

@@ -3,8 +3,7 @@
 ncclCommInitRank, ncclCommDestroy and ncclCommAbort may block for ever if another rank has died. So each of these calls
 runs on a daemon thread, and no other thread waits for it without a deadline. CuPy's communicator object calls
 ncclCommDestroy when Python collects it, and could block the program at any point. So Nccl keeps the object alive until
-it has destroyed or aborted the communicator. docs/architecture.md lists the function of NVIDIA's nccl4py for each
-method.
+it has destroyed or aborted the communicator.
 
 Source: NCCL's API reference, `ncclDataType_t`, `ncclRedOp_t` and `ncclResult_t`.
 """

@@ -137,7 +137,8 @@ class Verification:
 
     def reason(self, agreement: Agreement) -> str:
         """Returns the reason with which this rank ends the communicator, since it cannot launch what the others do."""
-        return f"{_STRAYED}{agreement.described()}"
+        where = f", in group {self._group!r}" if self._client.name else ""  # it ends the world, too
+        return f"{_STRAYED}{agreement.described()}{where}"
 
     def strayed(self, agreement: Agreement) -> PlanMismatch:
         """Returns the error for a rank that strays."""
