@@ -209,6 +209,11 @@ def _why_late(point: RendezvousPoint, own: RankEnvironment) -> str:
         )
     if point.source:
         return f"rank {own.rank} has the address {point.address} from {point.source}; every rank needs the same address"
+    if own.run_name is not None and own.master_port is not None:
+        return (
+            f"rank {own.rank} waits for ranks on this machine, with MASTER_PORT={own.master_port}; every rank needs "
+            f"the same, and no {ADDRESS}"
+        )
     return ""
 
 
