@@ -268,13 +268,16 @@ class Connection:
                     if descriptor == self._wake_reader.fileno():
                         self._wake_reader.recv(4096)
                     else:
-                        for message in self._channel.feed(receive_some(stream, MAX_FRAME_BYTES)):
-                            self._handle(message)
+                        self._receive()
                 if time.monotonic() >= beat_at:
                     beat_at = time.monotonic() + _BEAT_SECONDS
                     if self._has_joined and self.failure is None:
                         self.post(Kind.BEAT, dict(self._positions()))
         except (ConnectionLost, FrameError, OSError, ValueError) as error:
+            if isinstance(error, ConnectionLost):  # perhaps in a send: the server's last words may have arrived
+                with contextlib.suppress(Exception):
+                    while self._receive():
+                        pass
             self._lose(error if isinstance(error, RendezvousError) else RendezvousError(str(error)))
         except Exception as error:  # no caller would see the error
             _log.exception("%s: the thread of the rendezvous client has failed", self.label)
@@ -284,6 +287,13 @@ class Connection:
             for end in (stream, self._wake_reader, self._wake_writer):
                 with contextlib.suppress(OSError):  # the program has closed the descriptor itself
                     end.close()
+
+    def _receive(self) -> bool:
+        """Handles what has arrived; returns whether that was something."""
+        data = receive_some(self._stream, MAX_FRAME_BYTES)
+        for message in self._channel.feed(data):
+            self._handle(message)
+        return bool(data)
 
     def _seal(self) -> None:
         """Seals what callers want to send, but no more than the stream takes soon: they may go on adding to it."""
