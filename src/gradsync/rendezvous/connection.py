@@ -60,7 +60,7 @@ _ANSWERED_WITHIN_SECONDS = 2.0  # how long after a deadline the server's answer,
 _LEAVE_SECONDS = 1.0
 _BEAT_SECONDS = 2.0
 _HANDSHAKE_SECONDS = 5.0
-_NO_ANSWER = "no answer to the handshake: a busy server, or another service"
+NO_ANSWER = "no answer to the handshake: a busy server, or another service"
 # A flooded server drops its oldest unauthenticated connections. A different service ends each connection. A client
 # cannot distinguish the two cases in one attempt, so a client tries for several seconds.
 _FLOOD_SECONDS = 5.0
@@ -489,7 +489,7 @@ def dial(
             if isinstance(made, Connection):
                 return made
             cause, now = made, time.monotonic()
-            if cause != _NO_ANSWER:
+            if cause != NO_ANSWER:
                 first_ended_at = first_ended_at or now
             if first_ended_at is not None and now - first_ended_at >= _FLOOD_SECONDS:
                 raise WrongServer(
@@ -541,7 +541,7 @@ def _try_handshake(stream: socket.socket, address: str, secret: bytes, deadline:
             waiter.register(stream, select.POLLIN | (select.POLLOUT if channel.outgoing else 0))
             if not waiter.poll(_until(until) * 1000.0 + 1.0) and time.monotonic() >= until:
                 stream.close()
-                return _NO_ANSWER  # a busy server answers later
+                return NO_ANSWER  # a busy server answers later
             channel.feed(receive_some(stream, MAX_FRAME_BYTES))
         return Connection(stream, channel, address, label)
     except BaseException as error:
