@@ -151,6 +151,20 @@ def test_what_a_killed_run_has_left_misleads_no_later_one(rank, who, port, tmp_p
     stack.close()
 
 
+@pytest.mark.slow  # three seconds
+@pytest.mark.ranks(2)
+def test_rank_0_may_be_held_up_between_its_file_and_its_first_answer(rank, port, monkeypatch, tmp_path):
+    def start_late(server):
+        time.sleep(3.0)
+        start(server)
+
+    start = RendezvousServer.start
+    monkeypatch.setattr(RendezvousServer, "start", start_late)
+    become(**by_hand(rank, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port), XDG_RUNTIME_DIR=tmp_path)
+    with gs.init_process_group("shm", timeout_seconds=30) as comm:
+        comm.barrier()
+
+
 @pytest.mark.ranks(3)
 def test_the_deadline_of_the_host_tells_the_others_who_is_missing(rank, port, secret_file, tmp_path):
     """Else they would hear only that the server is gone."""

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
 import gradsync as gs
 from commands import wait_until
 from gradsync.machine import machine_identity  # a peer on this machine has to say so; no public name gives it
+from gradsync.rendezvous import connection, sockets
 from gradsync.rendezvous.server import RendezvousServer
 from rendezvous.clients import connect, failure_of, together
-from rendezvous.peer import SECRET, Kind, Peer, joining
+from rendezvous.peer import SECRET, FakeServer, Kind, Peer, accept_join, joining
 
 
 @pytest.fixture
@@ -57,6 +62,7 @@ PARTITION = """
 import subprocess, threading
 from gradsync.errors import RendezvousError
 from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous import connection, sockets
 from gradsync.rendezvous.server import RendezvousServer
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 with RendezvousServer(1, secret=b"s" * 16) as server:
@@ -78,6 +84,66 @@ def test_a_cut_network_is_an_error_of_a_rank_that_waits(cli):
         pytest.skip("no network namespace can be made here")
     result = cli.program("unshare", "-rn", sys.executable, "-c", PARTITION)
     assert (result.code, result.out) == (0, "RendezvousError\n"), result.err
+
+
+def break_off(stream):
+    """Ends a connection in the way that the kernel does if bytes were unread: the other side cannot send any more."""
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "phase", "text"),
+    [
+        (Kind.FAIL, ("no data", None), "running", "failed: no data"),
+        (Kind.LEAVE, ("", None, 0), "left", "orderly close"),
+    ],
+)
+def test_what_a_rank_said_before_its_connection_broke_counts(cli, tmp_path, kind, fields, phase, text):
+    """The server was held up, and writes to this rank before it reads."""
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text(SECRET.hex())
+    server = cli.start("serve", "--world-size", 2, "--secret-file", secret)
+    address = server.stdout.readline().strip()
+    with Peer.of_client(address) as peer:
+        client, _ = together(lambda: connect(address, 0, 2), lambda: peer.join(1, 2))
+        with client:
+            server.send_signal(signal.SIGSTOP)
+            client.announce_left("group", 1)
+            time.sleep(0.2)  # it has sent this: the server is to write to the other rank first
+            peer.send(kind, *fields)
+            break_off(peer.stream)
+            server.send_signal(signal.SIGCONT)
+            with pytest.raises(gs.RankFailed, match=text) as caught:
+                client.get("key", from_rank=1)
+    assert (caught.value.rank, caught.value.phase) == (1, phase)
+    server.terminate()
+    assert server.result().code == 0
+
+
+def test_what_the_server_said_before_the_connection_broke_counts(monkeypatch):
+    """The rank was held up, and writes before it reads."""
+    is_held, is_broken = threading.Event(), threading.Event()
+
+    def serve(peer):
+        accept_join(peer)
+        is_held.wait(60)
+        peer.send(Kind.FAILED, 0, 1, "running", [], "rank 1 died")
+        break_off(peer.stream)
+        is_broken.set()
+
+    def hold(stream, unsent):
+        is_held.set()
+        is_broken.wait(60)
+        sockets.send_some(stream, unsent)
+
+    with FakeServer(serve) as server:
+        client = connect(server.address)
+        monkeypatch.setattr(connection, "send_some", hold)
+        with pytest.raises(gs.RankFailed, match="rank 1 died"):
+            client.set("key", b"value")
+        client.abandon()
 
 
 STEPS = """

@@ -172,3 +172,32 @@ def test_the_largest_world_forms_and_gathers_in_little_memory_and_never_blocks_f
         assert tracemalloc.get_traced_memory()[1] <= 64 * 1024**2
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["joining", "barrier", "stuck"])
+def test_the_largest_world_that_fails_does_not_block_the_server_for_long(what):
+    """One rank is missing: all others reach their deadlines at the same time, or tell their last collectives."""
+    size, answers = wire.MAX_RANKS, 0
+
+    def send(connection, kind, *_):
+        nonlocal answers
+        answers += kind in (wire.Kind.REPLY, wire.Kind.FAILED)
+
+    def say(rank, kind, *fields):
+        worlds.received(0.0, rank, wire.Message(kind, 1, list(fields)))
+
+    worlds = Worlds(send, lambda _: None, lambda _: None, lambda _: "")
+    calls = [(number, 7, "barrier", number == 8) for number in range(1, 9)]
+    for rank in range(size - (what == "joining")):
+        say(rank, wire.Kind.JOIN, *joining(rank, size, seconds=9.0))
+    for rank in range(size - 1):
+        if what == "barrier":
+            say(rank, wire.Kind.EXCHANGE, "name", None, b"", None, 9000)
+        elif what == "stuck":
+            say(rank, wire.Kind.WAITING, "", None, 8, "barrier", 9000, None, True)
+            say(rank, wire.Kind.STATUS, {"": (8, calls)}, "here")
+    answers, began = 0, time.thread_time()
+    worlds.tick(10.0)
+    assert time.thread_time() - began < 3.0  # n-squared, it was three times that and more
+    assert answers >= size - 1

@@ -60,7 +60,7 @@ _ANSWERED_WITHIN_SECONDS = 2.0  # how long after a deadline the server's answer,
 _LEAVE_SECONDS = 1.0
 _BEAT_SECONDS = 2.0
 _HANDSHAKE_SECONDS = 5.0
-_NO_ANSWER = "no answer to the handshake: a busy server, or another service"
+NO_ANSWER = "no answer to the handshake: a busy server, or another service"
 # A flooded server drops its oldest unauthenticated connections. A different service ends each connection. A client
 # cannot distinguish the two cases in one attempt, so a client tries for several seconds.
 _FLOOD_SECONDS = 5.0
@@ -268,13 +268,16 @@ class Connection:
                     if descriptor == self._wake_reader.fileno():
                         self._wake_reader.recv(4096)
                     else:
-                        for message in self._channel.feed(receive_some(stream, MAX_FRAME_BYTES)):
-                            self._handle(message)
+                        self._receive()
                 if time.monotonic() >= beat_at:
                     beat_at = time.monotonic() + _BEAT_SECONDS
                     if self._has_joined and self.failure is None:
                         self.post(Kind.BEAT, dict(self._positions()))
         except (ConnectionLost, FrameError, OSError, ValueError) as error:
+            if isinstance(error, ConnectionLost):  # perhaps in a send: the server's last words may have arrived
+                with contextlib.suppress(Exception):
+                    while self._receive():
+                        pass
             self._lose(error if isinstance(error, RendezvousError) else RendezvousError(str(error)))
         except Exception as error:  # no caller would see the error
             _log.exception("%s: the thread of the rendezvous client has failed", self.label)
@@ -284,6 +287,13 @@ class Connection:
             for end in (stream, self._wake_reader, self._wake_writer):
                 with contextlib.suppress(OSError):  # the program has closed the descriptor itself
                     end.close()
+
+    def _receive(self) -> bool:
+        """Handles what has arrived; returns whether that was something."""
+        data = receive_some(self._stream, MAX_FRAME_BYTES)
+        for message in self._channel.feed(data):
+            self._handle(message)
+        return bool(data)
 
     def _seal(self) -> None:
         """Seals what callers want to send, but no more than the stream takes soon: they may go on adding to it."""
@@ -479,7 +489,7 @@ def dial(
             if isinstance(made, Connection):
                 return made
             cause, now = made, time.monotonic()
-            if cause != _NO_ANSWER:
+            if cause != NO_ANSWER:
                 first_ended_at = first_ended_at or now
             if first_ended_at is not None and now - first_ended_at >= _FLOOD_SECONDS:
                 raise WrongServer(
@@ -531,7 +541,7 @@ def _try_handshake(stream: socket.socket, address: str, secret: bytes, deadline:
             waiter.register(stream, select.POLLIN | (select.POLLOUT if channel.outgoing else 0))
             if not waiter.poll(_until(until) * 1000.0 + 1.0) and time.monotonic() >= until:
                 stream.close()
-                return _NO_ANSWER  # a busy server answers later
+                return NO_ANSWER  # a busy server answers later
             channel.feed(receive_some(stream, MAX_FRAME_BYTES))
         return Connection(stream, channel, address, label)
     except BaseException as error:

@@ -38,7 +38,7 @@ from gradsync.errors import (
 )
 from gradsync.machine import address_towards, own_addresses
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.connection import WrongServer
+from gradsync.rendezvous.connection import NO_ANSWER, WrongServer
 from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path, wait_for
 from gradsync.rendezvous.sockets import bind_listener, look_up
 
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 _LOOPBACK = "127.0.0.1"
 _FROM_MASTER = "MASTER_ADDR and MASTER_PORT"  # the source of an address
 _TRY_SECONDS = 2.0  # how long a rank tries to reach the server that rank 0's file names, before it reads the file again
+_LOOK_SECONDS = 0.01  # long enough to read the file once
 _MAX_SHARED_ADDRESSES = 8
 _ANY_PORT = 9  # no data is sent to this port
 _FIRST_PORT = _PORTS = 15_000
@@ -343,8 +344,12 @@ def _find(
             is_of_old = not isinstance(error, RendezvousTimeout) or bool(error.cause)
             if kept is not None or secret is not None or not is_of_old or time.monotonic() >= deadline:
                 raise
-            # Nobody there knows the secret of the file: it is of an earlier run, and rank 0 of this run replaces it.
-            found = _wait_for_rank_0(point, found, own, deadline)
+            if isinstance(error, RendezvousTimeout) and error.cause == NO_ANSWER:
+                # Perhaps rank 0 is held up, and its server answers later.
+                found = wait_for(secret_path(point.name), found, time.monotonic() + _LOOK_SECONDS) or found
+            else:
+                # Nobody there knows the secret of the file: it is of an earlier run, and rank 0 will replace it.
+                found = _wait_for_rank_0(point, found, own, deadline)
 
 
 def _connect(

@@ -27,8 +27,15 @@ from gradsync.arguments import integer_of
 from gradsync.environment import check_removed_variables
 from gradsync.errors import InvalidArgument, RendezvousError
 from gradsync.machine import Latch, machine_identity, read_stat
-from gradsync.rendezvous.sockets import bind_listener, format_address, make_room, tune_stream
-from gradsync.rendezvous.wire import MAX_RANKS, Channel, Kind, Message, Status, check_secret
+from gradsync.rendezvous.sockets import (
+    ConnectionLost,
+    bind_listener,
+    format_address,
+    make_room,
+    receive_some,
+    tune_stream,
+)
+from gradsync.rendezvous.wire import MAX_FRAME_BYTES, MAX_RANKS, Channel, Kind, Message, Status, check_secret
 from gradsync.rendezvous.worlds import Worlds
 
 HANDSHAKE_SECONDS = 5.0
@@ -127,6 +134,10 @@ class _Peer(asyncio.Protocol):
             self.timer.cancel()
 
     def connection_lost(self, error: Exception | None) -> None:
+        if error is not None:  # perhaps of a write: a rank's last words, e.g. LEAVE, may have arrived
+            with contextlib.suppress(ConnectionLost):
+                while data := receive_some(self.stream, MAX_FRAME_BYTES):
+                    self.data_received(data)
         self.stop_timer()
         reason = "connection closed" if error is None else getattr(error, "strerror", None) or str(error)
         is_silent = isinstance(error, OSError) and (isinstance(error, TimeoutError) or error.errno in _UNREACHABLE)

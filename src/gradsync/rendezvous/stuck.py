@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradsync.diagnostics.compare import Call, History, Wait, circle, circle_text, first_divergence
@@ -110,7 +111,7 @@ class Stuck:
             The members that the server must ask for their status.
         """
         generation = self._generation
-        known = [other for other in missing or () if other in generation.members and other != rank]
+        known = [other for other in sorted(set(missing or ())) if other in generation.members and other != rank]
         waiting = Waiting(group, generation.members_of(ranks), number, what, waited_ms / 1000.0, (rank,), tuple(known))
         if not is_over:
             self._note(now, waiting)
@@ -186,15 +187,11 @@ class Stuck:
         if first.number == OF_MESSAGES:
             of_messages = {**self._reports.get((first.group, OF_MESSAGES), {}), **self._stuck}
         lines = self._disagreements(of_messages)
-        culprit = min(first.missing, key=self._by_blame, default=next(iter(self._stuck)))
+        # The culprit is the first missing rank that does not itself wait for others at the server.
+        at_server = {rank for exchange in generation.exchanges.values() for rank in exchange.waiting}
+        at_server |= {read.rank for reads in generation.reads.values() for read in reads}
+        culprit = min(first.missing, key=lambda rank: (rank in at_server, rank), default=next(iter(self._stuck)))
         return Failure(culprit, generation.phase, self._report_text(waits, lines), STUCK, first.missing)
-
-    def _by_blame(self, rank: int) -> tuple[bool, int]:
-        """The culprit is the first missing rank that does not itself wait for others at the server."""
-        generation = self._generation
-        waits = any(rank in exchange.waiting for exchange in generation.exchanges.values())
-        waits = waits or any(read.rank == rank for reads in generation.reads.values() for read in reads)
-        return waits, rank
 
     def _all_of(self, reports: Reports) -> list[Waiting]:
         """Returns the collective with all its waiting and missing ranks, or each send and receive."""
@@ -290,10 +287,12 @@ class Stuck:
         found = [first_divergence(group, histories) for group, histories in sorted(by_group.items())]
         lines = [divergence.text() for divergence in found if divergence is not None]
         waits = [Wait(rank, each.group, 0, each.what, each.missing) for rank, each in sorted(of_messages.items())]
+        behind = {group: _behind(histories, members.get(group, ())) for group, histories in by_group.items()}
         for rank, of_rank in sorted(self._calls.items()):
             for group, calls in of_rank.items():
-                behind = _behind(rank, by_group[group], members.get(group, ()))
-                waits += [Wait(rank, group, number, what, behind(number)) for number, _, what, runs in calls if runs]
+                waits += [
+                    Wait(rank, group, number, what, behind[group](number)) for number, _, what, runs in calls if runs
+                ]
         round_about = circle(waits)
         return lines if round_about is None else [*lines, circle_text(round_about)]
 
@@ -309,10 +308,18 @@ def check_counts(begun: Mapping[str, int]) -> dict[str, int]:
     return dict(begun)
 
 
-def _behind(rank: int, histories: Mapping[int, History], members: Members) -> Callable[[int], tuple[int, ...]]:
-    """Returns a function of a collective's number: the members that are known not to have begun it."""
-    begun = {other: max(history, default=0) for other, history in histories.items() if other != rank}
-    return lambda number: tuple(other for other in members if begun.get(other, number) < number)
+def _behind(histories: Mapping[int, History], members: Members) -> Callable[[int], tuple[int, ...]]:
+    """Returns a function of a collective's number: the members that are known not to have begun it.
+
+    The ranks that wait in one collective share the answer: of a thousand ranks almost all do.
+    """
+    begun = {rank: max(history, default=0) for rank, history in histories.items()}
+
+    @cache
+    def behind(number: int) -> tuple[int, ...]:
+        return tuple([rank for rank in members if begun.get(rank, number) < number])
+
+    return behind
 
 
 def _first(reports: Reports) -> Waiting:

@@ -140,11 +140,13 @@ class Exchange:
         self.values: dict[int, bytes] = {}  # of those that have arrived
         self.waiting: dict[int, Request] = {}
         self.late: set[int] = set()  # those that had arrived, and have reached their deadline
+        self.never: tuple[int, ...] | None = None  # those that never arrived, kept from one deadline to the next
 
     def missing(self) -> tuple[int, ...]:
         """Returns the members that never arrived; if there are none, those that have reached their deadline."""
-        absent = tuple(rank for rank in self.members if rank not in self.values)
-        return tuple(rank for rank in absent if rank not in self.late) or absent
+        if self.never is None:
+            self.never = tuple([rank for rank in self.members if rank not in self.values and rank not in self.late])
+        return self.never or tuple([rank for rank in self.members if rank not in self.values])
 
 
 class Generation:
@@ -166,6 +168,7 @@ class Generation:
         self.members: dict[int, Member] = {}
         self.joins: dict[int, Request] = {}
         self.late: set[int] = set()  # ranks that had asked to join, and have reached their deadline
+        self.never: tuple[int, ...] | None = None  # ranks that never asked, kept from one deadline to the next
         self.left: dict[int, None] = {}  # the ranks that have left the world, in order
         self.values: dict[str, bytes] = {}
         self.stored_bytes = 0
@@ -187,8 +190,11 @@ class Generation:
 
     def missing(self) -> tuple[int, ...]:
         """Returns the ranks that have not asked to join; if there are none, those that have reached their deadline."""
-        absent = tuple(rank for rank in range(self.size) if rank not in self.members)
-        return tuple(rank for rank in absent if rank not in self.late) or absent
+        if self.never is None:
+            self.never = tuple(
+                [rank for rank in range(self.size) if rank not in self.members and rank not in self.late]
+            )
+        return self.never or tuple([rank for rank in range(self.size) if rank not in self.members])
 
     def members_of(self, ranks: list[int] | None) -> Members:
         """Returns the ranks that a request names; none if it names one that does not exist, or not in order."""
@@ -370,6 +376,7 @@ class Generation:
             exchange.waiting[rank].invalid(f"{self.label(rank)} waits in {name!r} again: that call has taken its place")
         exchange.values[rank] = value
         exchange.late.discard(rank)
+        exchange.never = None
         request.when_late = lambda late: self._end_arrival(key, exchange, late)
         if root in (None, rank):
             exchange.waiting[rank] = request
@@ -639,6 +646,7 @@ class Worlds:
         where = "" if machine and machine == self._machine else host or "another machine"
         generation.members[rank] = Member(request.connection, pid, where, now)
         generation.late.discard(rank)
+        generation.never = None
         generation.joins[rank] = request
         self._of[request.connection] = world, generation, rank
         request.accept()
@@ -726,6 +734,7 @@ class Worlds:
         else:
             generation.joins.pop(request.rank).close()
             del generation.members[request.rank]
+            generation.never = None
         self._close(request.connection)
 
     def _on_fail(self, now: float, generation: Generation, request: Request, reason: str, culprit: int | None) -> None:
