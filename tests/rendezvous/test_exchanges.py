@@ -9,7 +9,7 @@ import pytest
 import gradsync as gs
 from commands import wait_until
 from gradsync.rendezvous.server import RendezvousServer
-from rendezvous.clients import connect, on_each, together, world, world_with_peer
+from rendezvous.clients import connect, failure_of, on_each, together, world, world_with_peer
 from rendezvous.peer import SECRET, Kind, Status
 
 
@@ -179,6 +179,29 @@ def test_who_has_left_a_group_is_known_to_its_other_members_without_a_question()
         groups[0].announce_left("comm", 3)
         wait_until(lambda: groups[1].left_ranks("comm") == {0: 3})
         assert groups[0].left_ranks("comm") == groups[1].left_ranks("another") == clients[1].left_ranks("comm") == {}
+
+
+@pytest.mark.parametrize("how", ["a key", "a key it waits for", "a barrier", "an exchange", "a failure"])
+def test_who_hears_of_what_a_rank_did_after_it_had_left_a_group_knows_that_it_left(how):
+    with world(2) as clients:
+        for number in range(50):
+            clients[0].announce_left(f"comm {number}", 3)
+            match how:
+                case "a key":
+                    clients[0].set(f"key {number}", b"")
+                    clients[1].get(f"key {number}")
+                case "a key it waits for":
+                    together(lambda: clients[1].get(f"key {number}"), lambda: clients[0].set(f"key {number}", b""))
+                case "a barrier":
+                    on_each(clients, lambda client: client.barrier(f"b {number}"))
+                case "an exchange":
+                    on_each(clients, lambda client: client.exchange(f"x {number}", b"1"))
+                case "a failure":
+                    clients[0].report_failure("ValueError: 7")
+                    failure_of(clients[1])
+            assert clients[1].left_ranks(f"comm {number}") == {0: 3}
+            if how == "a failure":
+                break
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -174,6 +174,20 @@ def test_the_largest_world_forms_and_gathers_in_little_memory_and_never_blocks_f
         tracemalloc.stop()
 
 
+def test_ranks_that_leave_a_group_together_do_not_tell_each_other():
+    """As at the end of a run: else n ranks would be sent n * n messages."""
+    told, size = [], 64
+    worlds = Worlds(lambda _, kind, *__: told.append(kind), lambda _: None, lambda _: None, lambda _: "")
+    for rank in range(size):
+        worlds.received(0.0, rank, wire.Message(wire.Kind.JOIN, 1, list(joining(rank, size))))
+    for rank in range(size - 1):
+        worlds.received(1.0, rank, wire.Message(wire.Kind.LEAVE, 0, ["comm", None, 7]))
+    assert wire.Kind.LEFT not in told
+    assert worlds.next_deadline() <= 1.0
+    worlds.tick(1.0)
+    assert told.count(wire.Kind.LEFT) == size - 1  # all to the one that has not left
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["joining", "barrier", "stuck"])
 def test_the_largest_world_that_fails_does_not_block_the_server_for_long(what):

@@ -134,7 +134,8 @@ class _Peer(asyncio.Protocol):
             self.timer.cancel()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if error is not None:  # perhaps of a write: a rank's last words, e.g. LEAVE, may have arrived
+        if error is not None and not self._cause:
+            # The error may be of a write: a rank's last words, such as LEAVE, may have arrived.
             with contextlib.suppress(ConnectionLost):
                 while data := receive_some(self.stream, MAX_FRAME_BYTES):
                     self.data_received(data)

@@ -175,6 +175,7 @@ class Generation:
         self.reads: dict[str, dict[Request, int | None]] = {}  # key -> who waits for it -> who sets it
         self.exchanges: dict[tuple[str, Members], Exchange] = {}
         self.departed: dict[tuple[str, Members], set[int]] = {}  # who has left a group
+        self.untold: dict[tuple[str, Members], dict[int, int]] = {}  # of those, whom the others have not been told of
         self.stuck = Stuck(self)
 
     # -- Who is there --------------------------------------------------------------------------------------------
@@ -249,6 +250,7 @@ class Generation:
         if self.failure is not None:
             return
         self.failure = failure
+        self.tell_departures()
         waiting = [*self.joins.values()]
         waiting += [request for exchange in self.exchanges.values() for request in exchange.waiting.values()]
         waiting += [request for reads in self.reads.values() for request in reads]
@@ -280,6 +282,7 @@ class Generation:
             self._forget_departed(*group)
 
     def _left_failure(self, rank: int, need: str) -> Failure:
+        self.tell_departures()
         return Failure(rank, "left", f"{self.label(rank)} left (an orderly close), but {need}")
 
     # -- Keys ----------------------------------------------------------------------------------------------------
@@ -292,6 +295,8 @@ class Generation:
             return
         self.values[key] = value
         request.reply()
+        if key in self.reads:
+            self.tell_departures()
         for read in self.reads.pop(key, {}):
             read.reply(value)
 
@@ -309,6 +314,7 @@ class Generation:
     def get(self, request: Request, key: str, setter: int | None) -> bool:
         """Answers with a value, or returns True: the request waits until the key is set."""
         if key in self.values:
+            self.tell_departures()
             request.reply(self.values[key])
             return False
         if setter is not None and not 0 <= setter < self.size:
@@ -390,6 +396,7 @@ class Generation:
 
     def _release(self, key: tuple[str, Members], exchange: Exchange) -> None:
         """Answers with all values, in rank order; with none if all are empty, as at a barrier."""
+        self.tell_departures()
         self._forget_exchange(key)
         values = [exchange.values[rank] for rank in exchange.members]
         parts = _parts_of(values) if any(values) else []
@@ -419,21 +426,32 @@ class Generation:
     # -- Groups --------------------------------------------------------------------------------------------------
 
     def depart(self, rank: int, group: str, ranks: list[int] | None, begun: int) -> None:
-        """Records that a member has left a group, and tells the others."""
+        """Records that a member has left a group; `tell_departures` tells the others."""
         members = self.members_of(ranks)
         if rank in members:
-            departed = self.departed.setdefault((group, members), set())
-            departed.add(rank)
-            for other, member in self.present():
-                if other in members and other != rank and other not in departed:
-                    self._worlds.send(member.connection, Kind.LEFT, 0, group, rank, begun)
+            self.departed.setdefault((group, members), set()).add(rank)
+            self.untold.setdefault((group, members), {})[rank] = begun
             self._forget_departed(group, members)
+
+    def tell_departures(self) -> None:
+        """Tells those that have not left a group who has: before they hear of anything that a rank did afterwards.
+
+        Else it is done once all that has arrived is handled. Most leave together, and then nobody needs to be told.
+        """
+        untold, self.untold = self.untold, {}
+        for (group, members), begun_by in untold.items():
+            departed = self.departed[group, members]
+            for other, member in self.present():
+                if other in members and other not in departed:
+                    for rank, begun in begun_by.items():
+                        self._worlds.send(member.connection, Kind.LEFT, 0, group, rank, begun)
 
     def _forget_departed(self, group: str, members: Members) -> None:
         """Removes the keys of a group that all members have left: a run may make many groups."""
         departed = self.departed[group, members]
         if all(rank in departed or rank in self.left for rank in members):
             del self.departed[group, members]
+            self.untold.pop((group, members), None)
             self.delete(group)
 
 
@@ -559,6 +577,7 @@ class Worlds:
         for world in self._worlds.values():
             self._tell_missing(now, world)
             for generation in world.generations:
+                generation.tell_departures()
                 if generation.number and generation.failure is None:
                     failure = generation.stuck.advance(now, self._notice, self.state_of)
                     if failure is not None:
@@ -578,12 +597,8 @@ class Worlds:
         due += [world.notice_at for world in self._worlds.values() if world.notice_at is not None]
         for world in self._worlds.values():
             due += [each.stuck.due_at for each in world.generations if each.stuck.due_at is not None]
+            due += [0.0 for each in world.generations if each.untold]
         return min(due, default=None)
-
-    @property
-    def formed(self) -> int:
-        """The number of the last generation of the world "" that formed; 0 before the first."""
-        return self._worlds[""].formed if "" in self._worlds else 0
 
     def _wait(self, now: float, request: Request, timeout_ms: int) -> None:
         """Has a request answered at its deadline."""
