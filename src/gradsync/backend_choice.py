@@ -8,17 +8,19 @@ no rank waits for another rank.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from gradsync.backends import TABLE
 from gradsync.communicators.backend import Backend
 from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.lifetime import culprit_of
 from gradsync.environment import BACKEND, SOURCES_WITH_MPI, RankEnvironment, WorldSettings
-from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
+from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, describe
 from gradsync.machine import count_gpus
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ _YES, _NO = "+", "-"
 _MAX_OFFER_BYTES = 4096
 _MPIEXEC = "mpiexec -n 8 -hosts a,b python train.py"
 _DEVICE = r"cpu|cuda(:\d+)?"
-_ERRORS: dict[str, type[GradsyncError]] = {error.__name__: error for error in (InvalidArgument, BackendUnavailable)}
+NOT_AGREED = InvalidArgument, BackendUnavailable  #: all ranks raise these errors if they agree on no backend
+_ERRORS: dict[str, type[GradsyncError]] = {error.__name__: error for error in NOT_AGREED}
 
 _log = logging.getLogger("gradsync")
 
@@ -232,6 +235,34 @@ def _why_not(offers: Sequence[str], settings: WorldSettings) -> str:
     if len(set(gpus)) < len(gpus) and not settings.allow_shared_gpu:
         return f"{len(gpus)} ranks for {len(set(gpus))} visible GPUs"
     return ""
+
+
+def agree_and_connect(
+    where: str, client: RendezvousClient, wanted: str, settings: WorldSettings, group: str, *, is_checked: bool = True
+) -> Communicator:
+    """Agrees on a backend and connects the ranks over it; reports a failure of this rank alone to the others.
+
+    Args:
+        where: the public function, in reports.
+        client, wanted, settings, group, is_checked: see agree_on_backend and connect.
+    """
+    with reporting(where, client, raised_by_all=NOT_AGREED):
+        chosen = agree_on_backend(client, wanted, settings, is_checked=is_checked)
+    with reporting(where, client):
+        return connect(chosen, client, settings, group)
+
+
+@contextlib.contextmanager
+def reporting(
+    where: str, client: RendezvousClient, *, raised_by_all: tuple[type[BaseException], ...] = ()
+) -> Iterator[None]:
+    """Reports an exception of this rank in the block to the other ranks, unless its type is in `raised_by_all`."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, raised_by_all):
+            client.report_failure(f"in {where}: {describe(error)}", culprit=culprit_of(error))
+        raise
 
 
 def connect(backend: str, client: RendezvousClient | None, settings: WorldSettings, group: str) -> Communicator:

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from gradsync.arguments import LARGEST_PORT, check_address, is_loopback
 from gradsync.backends import BACKENDS, unknown_backend
@@ -299,6 +299,7 @@ def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
 # -- The variables of launchers ---------------------------------------------------------------------------------------
 
 SLURM = "Slurm"
+FROM_MPI = "mpi4py"  #: the source of the ranks of gs.from_mpi()
 
 
 class _Launcher(NamedTuple):
@@ -341,7 +342,7 @@ _MPI_LAUNCHERS = (
     _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
 #: The values of `RankEnvironment.source` for ranks that may use MPI. "MPI" means that a query to MPI gave the rank.
-SOURCES_WITH_MPI = (*dict.fromkeys(launcher.name for launcher in _MPI_LAUNCHERS), SLURM, "MPI")
+SOURCES_WITH_MPI = (*dict.fromkeys(launcher.name for launcher in _MPI_LAUNCHERS), SLURM, "MPI", FROM_MPI)
 _PREFIXES_OF_MPI = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDI_")
 _HINTS_OF_MPI = ("OMPI_", "PMI", "MPI_LOCAL", "HYDI_", "MV2_COMM_WORLD_")
 # Slurm's variables, with their values for a single task. In a container, perhaps SLURM_PROCID alone is set.
@@ -444,6 +445,7 @@ class WorldSettings(NamedTuple):
         place: this process's rank, and the other values that its launcher has set.
         address, device, timeout_seconds, collective_timeout_seconds, allow_shared_gpu: the arguments of
             init_process_group with these names.
+        mpi_comm: the mpi4py communicator of these ranks, from gs.from_mpi(); None: they are those of MPI_COMM_WORLD.
     """
 
     place: RankEnvironment
@@ -452,6 +454,7 @@ class WorldSettings(NamedTuple):
     timeout_seconds: float
     collective_timeout_seconds: float
     allow_shared_gpu: bool
+    mpi_comm: Any = None
 
 
 def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvironment | None:

@@ -24,7 +24,14 @@ from gradsync.arguments import (
     is_number,
     refuse_words,
 )
-from gradsync.backend_choice import agree_on_backend, choose_before_joining, connect
+from gradsync.backend_choice import (
+    NOT_AGREED,
+    agree_and_connect,
+    agree_on_backend,
+    choose_before_joining,
+    connect,
+    reporting,
+)
 from gradsync.backends import TABLE, unknown_backend
 from gradsync.bucketing import take_forgotten
 from gradsync.communicators.communicator import Communicator
@@ -56,7 +63,6 @@ from gradsync.environment import (
     warn_of_unknown_variables,
 )
 from gradsync.errors import (
-    BackendUnavailable,
     CommunicatorClosed,
     GradsyncError,
     InvalidArgument,
@@ -79,7 +85,6 @@ _FOREIGN = {
     "init_method": 'address="host:port", or leave it out if a launcher has started the ranks',
     "device_id": 'device="cuda:0"',
 }
-_NOT_AGREED = InvalidArgument, BackendUnavailable  # all ranks raise these errors if they agree on no backend
 _LEAVING_SECONDS = 5.0  # how long a rank waits at exit for its messages, and one that hosts the server for the others
 _FAILED_JOB_SECONDS = 0.5  # the wait before MPI ends all ranks, so that the other ranks can receive and print the cause
 
@@ -182,10 +187,7 @@ def init_process_group(
     else:
         try:
             client = _join(settings, wanted)
-            with _reporting("init_process_group", client, raised_by_all=_NOT_AGREED):
-                wanted = agree_on_backend(client, wanted, settings)
-            with _reporting("init_process_group", client):
-                communicator = connect(wanted, client, settings, "world")
+            communicator = agree_and_connect("init_process_group", client, wanted, settings, "world")
         except BaseException:
             _leave()
             raise
@@ -384,19 +386,6 @@ def _place_without_launcher(backend: str, address: str | None) -> RankEnvironmen
     return alone_without_launcher()
 
 
-@contextlib.contextmanager
-def _reporting(
-    where: str, client: RendezvousClient, *, raised_by_all: tuple[type[BaseException], ...] = ()
-) -> Iterator[None]:
-    """Reports an exception of this rank in the block to the other ranks, unless its type is in `raised_by_all`."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, raised_by_all):
-            client.report_failure(f"in {where}: {describe(error)}", culprit=culprit_of(error))
-        raise
-
-
 def _world_over(backend: str) -> Communicator | None:
     """Returns the world's communicator over a backend; None without a world. The first call for a backend makes it."""
     world, settings = get_initial_world(), _settings
@@ -431,7 +420,7 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
     client = _client or _join(settings, backend)  # a world over the backend "local" has no client yet
     name = world.new_name(backend)
 
-    with _reporting("override_backend", client, raised_by_all=_NOT_AGREED):
+    with reporting("override_backend", client, raised_by_all=NOT_AGREED):
         asking = client.group(world.ranks, f"{name}/offers")
         try:
             agree_on_backend(asking, backend, settings, is_checked=False)
@@ -444,7 +433,7 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
             ) from error
         finally:
             asking.close()
-    with _reporting("override_backend", client):
+    with reporting("override_backend", client):
         return connect(backend, client.group(world.ranks, name), settings, name)
 
 

@@ -55,6 +55,7 @@ class RendezvousClient:
         label: this rank in messages, e.g. "rank 1/4", or "rank 1/2 of group 'pair' (rank 2 of the world)".
         generation: the generation's number, counted by the server from 1.
         address: the server's address.
+        ends_with_its_groups: whether this client of a world closes once all groups that were made from it are closed.
         has_failed: a function that returns whether the generation has failed or this rank has reported a failure. A
             call takes 0.1 us; use it in loops where `check` would be too slow.
     """
@@ -84,6 +85,8 @@ class RendezvousClient:
             self.label = f"rank {rank}/{self.world_size} of group {name!r} (rank {world_ranks[rank]} of the world)"
             self._members = sorted(world_ranks)
         self._has_left = False
+        self.ends_with_its_groups = False
+        self._groups: set[str] = set()  # of a world: those that have not been closed
 
     @classmethod
     def connect(
@@ -169,13 +172,14 @@ class RendezvousClient:
                 f"{self.label}: the members of group {name!r} need to be distinct, from 0 to "
                 f"{self.world_size - 1}, and to include this rank, got {numbers}"
             )
-        world_ranks = tuple([self.world_ranks[member] for member in numbers])
+        world_ranks, world = tuple([self.world_ranks[member] for member in numbers]), self._world or self
+        world._groups.add(name)
         return RendezvousClient(
             self._connection,
             world_ranks,
             numbers.index(self.rank),
             generation=self.generation,
-            world=self._world or self,
+            world=world,
             name=name,
         )
 
@@ -307,6 +311,9 @@ class RendezvousClient:
         elif not self._has_left:
             self._has_left = True
             self.announce_left(self.name, 0)
+            self._world._groups.discard(self.name)
+            if self._world.ends_with_its_groups and not self._world._groups:
+                self._world.close()
 
     def abandon(self) -> None:
         """Closes the connection without LEAVE, after a failure. Idempotent."""

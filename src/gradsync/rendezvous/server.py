@@ -253,6 +253,12 @@ class RendezvousServer:
             if self._thread is not None:
                 self._thread.join(_STOP_SECONDS)
 
+    def make_room_for(self, world_size: int) -> None:
+        """Allows the connections of one more world of this size. For a server whose host makes worlds by name."""
+        self._max_members += 2 * world_size
+        self._max_unauthenticated += world_size
+        make_room(self._max_members + MAX_UNAUTHENTICATED)
+
     def note_start(self, rank: int, pid: int, world: str = "") -> None:
         """Records the start of a rank's process on this machine, also again after its end.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -20,11 +21,18 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement, LayoutsDiffer
 from gradsync.communicators.backend import Backend, Bounds, Message, largest_part, part_of
 from gradsync.communicators.failures import exchange_mismatch, raise_if_left
-from gradsync.communicators.mpi.job import check_place, keep_for_ever, load_mpi, to_mpi_error
+from gradsync.communicators.mpi.job import (
+    before_finalize,
+    check_place,
+    duplicate,
+    keep_for_ever,
+    load_mpi,
+    to_mpi_error,
+)
 from gradsync.communicators.mpi.requests import LARGEST_BYTES, Job, Parts, Requests
 from gradsync.diagnostics import trace
-from gradsync.environment import RankEnvironment, WorldSettings
-from gradsync.errors import BackendUnavailable, CollectiveTimeout, GradsyncError
+from gradsync.environment import FROM_MPI, RankEnvironment, WorldSettings
+from gradsync.errors import BackendUnavailable, CollectiveTimeout, CommunicatorClosed, GradsyncError
 from gradsync.machine import run_with_timeout
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, divide_into
 from gradsync.rendezvous.client import RendezvousClient
@@ -46,7 +54,9 @@ def check(place: RankEnvironment) -> None:
             "backend 'mpi' needs ranks that mpiexec or srun has started, but gradsync has started these ranks. Start "
             f"the script with `mpiexec -n {place.world_size} python script.py`"
         )
-    check_place(load_mpi(), place.rank, place.world_size)
+    mpi = load_mpi()
+    if place.source != FROM_MPI:
+        check_place(mpi, place.rank, place.world_size)
 
 
 def offer(settings: WorldSettings) -> str:
@@ -65,8 +75,11 @@ def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> Mp
         RendezvousError: the connection to the rendezvous server was lost.
     """
     mpi = load_mpi()
-    check_place(mpi, client.rank, client.world_size)
-    comm = _create_comm(mpi, mpi.COMM_WORLD, client.world_ranks, client, group, settings.timeout_seconds)
+    if settings.mpi_comm is not None:
+        comm = duplicate(settings.mpi_comm, client.label, time.monotonic() + settings.timeout_seconds)
+    else:
+        check_place(mpi, client.rank, client.world_size)
+        comm = _create_comm(mpi, mpi.COMM_WORLD, client.world_ranks, client, group, settings.timeout_seconds)
     return MpiBackend(mpi, comm, client, group, settings.collective_timeout_seconds)
 
 
@@ -119,6 +132,9 @@ class MpiBackend(Backend):
         self._mpi = mpi
         self._comm = comm
         self._requests = Requests(mpi, comm, client, self.recorder, timeout_seconds)
+        if not _open:
+            before_finalize(_end_all)
+        _open.add(self)
 
     # -- Reductions --------------------------------------------------------------------------------------------
 
@@ -327,8 +343,22 @@ class MpiBackend(Backend):
 
     def release(self) -> None:
         """See Backend."""
+        _open.discard(self)
         self._requests.release()
         del self._requests  # frees its rooms
+
+    def end_before_finalize(self) -> None:
+        """Ends the communicator: once MPI is finalised, any call of it would end the process."""
+        self.announce()
+        self.fail(CommunicatorClosed("MPI was finalised"), is_known=True)
+
+
+_open: weakref.WeakSet[MpiBackend] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    for backend in list(_open):
+        backend.end_before_finalize()
 
 
 @lru_cache(maxsize=256)

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,13 +22,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradsync.environment import RankEnvironment
-from gradsync.errors import BackendUnavailable, MpiError, RendezvousTimeout, uncaught_error
+from gradsync.errors import (
+    BackendUnavailable,
+    GradsyncError,
+    MpiError,
+    RendezvousTimeout,
+    name_ranks,
+    uncaught_error,
+)
+from gradsync.reduction import Array
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.hosting import Share
 
 _INSTALL = "run `pip install mpi4py` where your cluster's MPI is loaded; for one machine `pip install mpi4py mpich`"
 _TEXT_BYTES = 512  # enough for an address and a new secret, or for several addresses
+_ROW_BYTES = 1024
+_YES, _NO, _MISSING = "+", "-", "?"  # how rank 0's answers begin
+_VERDICT_SECONDS = 2.0  # how much longer than rank 0 the others wait: it tells them who is missing
 _TEST_EVERY_SECONDS = 1e-3
 _EXIT_CODE_INTERRUPTED = 130
 
@@ -36,6 +48,8 @@ TAG_OF_GOODBYE = 4  # beside the tags of requests.py
 _is_parents = False  # whether the parent of this forked process has initialised MPI
 _share_comm: Any = None  # a duplicate of MPI_COMM_WORLD that only gradsync uses; never freed
 _unfinished: list[object] = []
+_at_finalize: list[Callable[[], None]] = []
+_finalize_key: int | None = None
 _closing: deque[tuple[list[Any], Any]] = (
     deque()
 )  # communicators that this rank has closed, and the other ranks' goodbyes
@@ -144,30 +158,100 @@ def share_over_mpi(place: RankEnvironment) -> Share | None:
 
 def _share(place: RankEnvironment, text: bytes, deadline: float) -> list[bytes]:
     global _share_comm
+    label = f"rank {place.rank}/{place.world_size}"
     if _share_comm is None:
-        made, request = load_mpi().COMM_WORLD.Idup()
-        _finish(request, place, deadline)
-        _share_comm = made
+        _share_comm = duplicate(load_mpi().COMM_WORLD, label, deadline)
     row = np.frombuffer(text.ljust(_TEXT_BYTES, b"\0"), np.uint8).copy()
     rows = np.zeros((place.world_size, _TEXT_BYTES), np.uint8)
-    _finish(_share_comm.Iallgather(row, rows), place, deadline, row, rows)
+    if not _finish(_share_comm.Iallgather(row, rows), label, deadline, row, rows):
+        raise RendezvousTimeout(f"{label}: not all ranks of the MPI job called init_process_group before the deadline")
     return [found.tobytes().rstrip(b"\0") for found in rows]
 
 
-def _finish(request: Any, place: RankEnvironment, deadline: float, *memory: object) -> None:
-    mpi = loaded_mpi()
+def duplicate(comm: Any, label: str, deadline: float) -> Any:
+    """Returns a duplicate of a communicator. All its ranks must call this.
+
+    Raises:
+        RendezvousTimeout: a rank did not call this before the deadline.
+    """
+    made, request = comm.Idup()
+    if not _finish(request, label, deadline):
+        raise RendezvousTimeout(f"{label}: not all ranks of the MPI job duplicated a communicator before the deadline")
+    return made
+
+
+def ask_rank_0(
+    mpi: Any, comm: Any, text: str, answer: Callable[[list[str]], list[str]], label: str, deadline: float
+) -> str:
+    """Sends a short text to rank 0, which answers each rank with a text; returns this rank's answer.
+
+    Args:
+        mpi, comm: mpi4py.MPI, and the communicator, all of whose ranks must call this.
+        text: at most 1,000 bytes.
+        answer: what rank 0 does with the texts of all ranks. If it raises a GradsyncError, all ranks do.
+        label: this rank in errors.
+        deadline: in monotonic seconds.
+
+    Raises:
+        RendezvousTimeout: a rank did not call this in time; it is named on all.
+        BackendUnavailable: the answer failed.
+    """
+    rank, size = comm.Get_rank(), comm.Get_size()
+    row, rows = _row(text), np.zeros((size if rank == 0 else 0, _ROW_BYTES), np.uint8)
+    parts = [_ROW_BYTES] * size, [_ROW_BYTES * each for each in range(size)]
+    # MPI sends these directly to rank 0, and from it: where a rank is missing, only its row is.
+    gathered = comm.Igatherv([row, mpi.BYTE], [rows, parts, mpi.BYTE] if rank == 0 else None, 0)
+    has_all = _finish(gathered, label, deadline, row, rows)
+    if rank == 0:
+        if has_all:
+            try:
+                answers = [_YES + each for each in answer([_text(each) for each in rows])]
+            except GradsyncError as error:
+                answers = [f"{_NO}{error}"] * size
+        else:
+            missing = [number for number in range(1, size) if not rows[number, 0]]
+            answers = [_MISSING + ",".join(map(str, missing))[: _ROW_BYTES - 2]] * size
+            deadline = time.monotonic() + _VERDICT_SECONDS
+        rows = np.stack([_row(each) for each in answers])
+    scattered = comm.Iscatterv([rows, parts, mpi.BYTE] if rank == 0 else None, [row, mpi.BYTE], 0)
+    if not _finish(scattered, label, deadline + (_VERDICT_SECONDS if rank else 0.0), row, rows) and rank:
+        raise RendezvousTimeout(f"{label}: from_mpi: rank 0 has not called it before the deadline", missing_ranks=(0,))
+    reply = answers[0] if rank == 0 else _text(row)
+    if reply.startswith(_MISSING):
+        ranks = tuple(int(each) for each in reply[1:].split(",") if each)
+        raise RendezvousTimeout(
+            f"{label}: from_mpi waited until its deadline for {name_ranks(ranks)}: all ranks of the MPI communicator "
+            "must call it",
+            missing_ranks=ranks,
+        )
+    if reply.startswith(_NO):
+        raise BackendUnavailable(reply[1:])
+    return reply[1:]
+
+
+def _row(text: str) -> Array:
+    return np.frombuffer(text.encode()[:_ROW_BYTES].ljust(_ROW_BYTES, b"\0"), np.uint8).copy()
+
+
+def _text(row: Array) -> str:
+    return row.tobytes().rstrip(b"\0").decode(errors="replace")
+
+
+def _finish(request: Any, label: str, deadline: float, *memory: object) -> bool:
+    """Waits for a request; returns whether it ended before the deadline. If not, its memory is kept for ever."""
+    mpi, began = loaded_mpi(), time.monotonic()
     try:
         while not request.Test():
-            if time.monotonic() > deadline:
-                raise RendezvousTimeout(
-                    f"rank {place.rank}/{place.world_size}: not all ranks of the MPI job called init_process_group "
-                    "before the deadline"
-                )
-            time.sleep(_TEST_EVERY_SECONDS)
+            now = time.monotonic()
+            if now > deadline:
+                keep_for_ever(request, memory)
+                return False
+            time.sleep(min(_TEST_EVERY_SECONDS, (now - began) / 8))
+        return True
     except BaseException as error:  # also Ctrl-C, because MPI still uses the memory
         keep_for_ever(request, memory)
         if isinstance(error, mpi.Exception):
-            raise to_mpi_error(error, f"rank {place.rank}/{place.world_size}") from error
+            raise to_mpi_error(error, label) from error
         raise
 
 
@@ -191,6 +275,24 @@ def free_with_others(comm: Any) -> None:
                 closed.Free()
             else:
                 _closing.append((goodbyes, closed))
+
+
+def before_finalize(function: Callable[[], None]) -> None:
+    """Has a function called when the program calls MPI.Finalize(), while MPI can still be used."""
+    global _finalize_key
+    mpi = loaded_mpi()
+    if mpi is None:
+        return
+    _at_finalize.append(function)
+    if _finalize_key is None:
+        # MPI_Finalize first deletes what MPI_COMM_SELF holds. Source: MPI 4.0, section 11.2.4.
+        _finalize_key = mpi.Comm.Create_keyval(delete_fn=lambda *_: _call_all())
+        mpi.COMM_SELF.Set_attr(_finalize_key, _at_finalize)
+
+
+def _call_all() -> None:
+    while _at_finalize:
+        _at_finalize.pop(0)()
 
 
 # -- Ending --------------------------------------------------------------------------------------------------------
