@@ -1,6 +1,7 @@
 """The public names of gradsync, with the modules that define them. __init__.py reads this file too."""
 
 from gradsync import comm as comm
+from gradsync import mpi as mpi
 from gradsync.beside_mpi import from_mpi as from_mpi
 from gradsync.bucketing.callback import AllreduceCallback as AllreduceCallback
 from gradsync.bucketing.callback import make_allreduce_cb as make_allreduce_cb

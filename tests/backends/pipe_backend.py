@@ -156,13 +156,16 @@ class PipeBackend(Backend):
             _fill(receive.flat, send.flat.tobytes())
             send.end()
             receive.end()
-        for messages, own, other in ((sends, OFFER, ANSWER), (receives, ANSWER, OFFER)):
-            for message in messages:
-                if message.peer != self.rank:
-                    self._send(message.peer, own, _identity(message.agreement))
-                    self._moving[message.peer, own].append(self._run(message, own, other))
+        self._start(sends, OFFER, ANSWER)
+        self._start(receives, ANSWER, OFFER)
         self._pump(0.0)
         self._wait(lambda: [message.peer for message in awaited if not message.is_over], math.inf, seconds)
+
+    def _start(self, messages: Messages, own: bytes, other: bytes) -> None:
+        for message in messages:
+            if message.peer != self.rank:
+                self._send(message.peer, own, _identity(message.agreement))
+                self._moving[message.peer, own].append(self._run(message, own, other))
 
     def _run(self, message: Message, own: bytes, other: bytes) -> Iterator[None]:
         """Moves one message; yields where it has to wait."""
@@ -176,14 +179,14 @@ class PipeBackend(Backend):
                 yield
             theirs = Description.from_text(texts.popleft().decode())
             both = {self.ranks[self.rank]: mine, self.ranks[peer]: theirs}
-            return message.end(mismatch(self.label, message.agreement, both))
+            return self._start(message.end(mismatch(self.label, message.agreement, both)), own, other)
         if own == OFFER:
             self._send(peer, MESSAGE, message.flat.tobytes())
         else:
             while not self._came[peer, MESSAGE]:
                 yield
             _fill(message.flat, self._came[peer, MESSAGE].popleft())
-        message.end()
+        self._start(message.end(), own, other)
 
     # -- The pipes ---------------------------------------------------------------------------------------------
 

@@ -69,9 +69,11 @@ class Message:
         is_over: whether the message has ended; on a GPU, whether it was launched.
         error: why it failed; None if it did not.
         work: on a GPU, what was launched.
+        after: on the CPU, for a receive: when it has ended, it gives the receives that follow from the same rank, which
+            its bytes may tell; see tagged.py.
     """
 
-    __slots__ = ("_when_over", "agreement", "error", "flat", "is_over", "mark", "peer", "target", "work")
+    __slots__ = ("_when_over", "after", "agreement", "error", "flat", "is_over", "mark", "peer", "target", "work")
 
     def __init__(
         self, peer: int, flat: Array, agreement: Agreement, target: Array | None = None, mark: Any = None
@@ -84,14 +86,20 @@ class Message:
         self.is_over = False
         self.error: BaseException | None = None
         self.work = ON_CPU
+        self.after: Callable[[], Sequence[Message]] | None = None
         self._when_over: list[Callable[[], None]] = []
 
-    def end(self, error: BaseException | None = None, work: Launch = ON_CPU) -> None:
-        """Ends the message. Only its backend calls this, on a GPU after `launching`, in which it has written back."""
+    def end(self, error: BaseException | None = None, work: Launch = ON_CPU) -> Sequence[Message]:
+        """Ends the message. Only its backend calls this, on a GPU after `launching`, in which it has written back.
+
+        Returns:
+            The receives that the backend starts now.
+        """
         if error is None and self.target is not None:
             work.write_back(self.flat, self.target)
         self.error, self.work, self.is_over = error, work, True
         self._call()
+        return () if self.after is None else self.after()
 
     def when_over(self, function: Callable[[], None]) -> None:
         """Calls function() when the message has ended, on a GPU when the GPU has moved it."""
@@ -232,8 +240,8 @@ class Backend(ABC):
         """Starts messages, any number or none, and waits for some of those that were started, now or earlier.
 
         The messages from one rank to another arrive in the order in which they were started. Each ends by itself: the
-        backend calls its `end`. If the two ranks of a message disagree on it, it ends with PlanMismatch on both. A rank
-        may send to itself.
+        backend calls its `end`, and on the CPU starts the receives that this returns. If the two ranks of a message
+        disagree on it, it ends with PlanMismatch on both. A rank may send to itself.
 
         Args:
             sends, receives: the messages to start.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from gradsync.communicators.objects import Objects
+    from gradsync.communicators.tagged import TaggedMessages
 
 
 class Communicator(Collectives):
@@ -94,6 +95,13 @@ class Communicator(Collectives):
         from gradsync.communicators.objects import Objects
 
         return Objects(self)
+
+    @cached_property
+    def tagged(self) -> TaggedMessages:
+        """The messages with tags. For gradsync's own use: gradsync.mpi is their face."""
+        from gradsync.communicators.tagged import TaggedMessages
+
+        return TaggedMessages(self)
 
     # -- Groups --------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,10 @@ class Messages:
             self.unstarted.append((sends, receives))
         return MessageWork(self, [*sends, *receives])
 
+    def follow(self, message: Message) -> None:
+        """Adds a message that the backend starts by itself; see Message.after."""
+        self._begun.append(message)
+
     def start(
         self,
         sends: Sequence[Message] = (),

@@ -276,7 +276,8 @@ class _Transfer:
         if both[0] == both[1]:
             whole = [(peer, message.flat)]
             yield requests.post(whole, (), *tags) if is_sending else requests.post((), whole, *tags)
-            message.end()
+            for following in message.end():
+                requests.start(following, is_sending=False)
             return
         described = message.agreement.described()
         text = np.frombuffer(described.to_text().encode(), np.uint8)
@@ -286,7 +287,8 @@ class _Transfer:
         yield requests.post([(peer, text)], [(peer, of_peer)], *tags)
         ranks, of_peer_described = client.world_ranks, Description.from_text(of_peer.tobytes().decode())
         descriptions = {ranks[client.rank]: described, ranks[peer]: of_peer_described}
-        message.end(mismatch(client.label, message.agreement, descriptions))
+        for following in message.end(mismatch(client.label, message.agreement, descriptions)):
+            requests.start(following, is_sending=False)
 
 
 def _pieces(array: Array) -> list[Array]:

@@ -134,7 +134,7 @@ class Messages:
         if queue.dispute is None:
             result = channels.advance(channel)
             if result == channels.OVER:
-                queue.end()
+                self._end(queue)
             elif result == channels.DIFFERS:
                 self._dispute(queue)
             return result != channels.IDLE
@@ -144,8 +144,12 @@ class Messages:
         both = self._ranks[self._shared.rank], self._ranks[queue.messages[0].peer]
         client, text = self._failures.client, queue.dispute
         descriptions = exchange_descriptions(client, queue.name, channel.number, text, both)
-        queue.end(mismatch(self._label, queue.messages[0].agreement, descriptions))
+        self._end(queue, mismatch(self._label, queue.messages[0].agreement, descriptions))
         return True
+
+    def _end(self, queue: _Queue, error: PlanMismatch | None = None) -> None:
+        for message in queue.end(error):
+            self._start(message, is_send=False)
 
     def _dispute(self, queue: _Queue) -> None:
         channel = queue.channel
@@ -168,14 +172,14 @@ class _Queue:
         message = self.messages[0]
         channels.post(self.channel, message.flat, message.agreement.digest)
 
-    def end(self, error: PlanMismatch | None = None) -> None:
-        """Ends the first message, and posts the next one."""
+    def end(self, error: PlanMismatch | None = None) -> Sequence[Message]:
+        """Ends the first message, and posts the next one. Returns the receives to start."""
         self.dispute = None
         message = self.messages.popleft()
         channels.forget(self.channel)
         if self.messages:
             self.post_next()
-        message.end(error)
+        return message.end(error)
 
 
 def _all_over(messages: Collection[Message]) -> bool:
