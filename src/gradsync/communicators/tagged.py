@@ -6,36 +6,40 @@ the order in which they were sent. A receiver that waits for another tag puts a 
 On the CPU the header is a message of its own before the bytes. When it has come, in any call that waits, the backend
 starts the receive of the bytes at once (`Message.after`). So all legal programs of sends and receives end.
 
-NCCL cannot do that: its messages occupy the stream in the order of their launches, and the host would wait for each
-header. There the header travels through the rendezvous server, before the bytes are launched. A rank that waits for
-any message first waits for the headers of all that it has asked for, and then launches all in one group. Otherwise two
-ranks that both send and receive could launch their halves in different orders, and hang.
+NCCL cannot do that: what a rank launches runs in this order on its stream, and each message there waits for the other
+rank. So over NCCL the header travels through the rendezvous server, and so does the answer of the receiver that it is
+about to receive. A rank that waits reads the headers that it has asked for, answers them, then looks for the answers to
+its own headers, and launches all of these messages, both ways, in one group. So on every rank a message is launched
+before another only if it was answered earlier, and no ranks wait for each other in a circle.
 """
 
 from __future__ import annotations
 
 import struct
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from gradsync.communicators.backend import Message
+from gradsync.communicators.failures import FailureMonitor
 from gradsync.communicators.groups import reporting_failures
 from gradsync.communicators.messages import MessageWork
-from gradsync.errors import InvalidArgument
+from gradsync.errors import InvalidArgument, RendezvousTimeout
 from gradsync.futures import DONE, Work, again
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from gradsync.communicators.communicator import Communicator
+    from gradsync.rendezvous.client import RendezvousClient
 
 ANY_TAG = -1
 #: The kind of a pickled object.
 OBJECT = "object"
 _HEADER = struct.Struct("<qq8s")
-_BLOCK = 64  # the headers of so many messages are removed from the server at once
+_LOOK_SECONDS = 2e-3  # how long a look at one key of the server takes at least
 
 
 class Header(NamedTuple):
@@ -57,21 +61,34 @@ class Header(NamedTuple):
 
 
 class Sending:
-    """A message that this rank sends."""
+    """A message that this rank sends.
 
-    def __init__(self, tagged: TaggedMessages, work: Work) -> None:
+    Args:
+        tagged: whose it is.
+        work: what was begun; None: on a GPU, it is launched later.
+        message, key: then, the bytes, and the key of the receiver's answer to the header.
+    """
+
+    def __init__(
+        self, tagged: TaggedMessages, work: Work | None, message: Message | None = None, key: str = ""
+    ) -> None:
         self._tagged = tagged
-        self._work = work
+        self.work = work
+        self.message = message
+        self.key = key
 
     def wait(self) -> None:
         """Waits until the receiver has the message, on a GPU until it was launched. Raises its error."""
-        self._tagged.settle()
-        self._work.order("Send")
+        if self.work is None:
+            self._tagged.pump(lambda: self.work is not None)
+        assert self.work is not None
+        self.work.order("Send")
 
     def done(self) -> bool:
-        """Whether the message has ended or failed."""
-        self._tagged.settle()
-        return self._work.done()
+        """Whether the message has ended or failed. Moves all messages on."""
+        if self.work is None:
+            self._tagged.pump(lambda: self.work is not None, once=True)
+        return self.work is not None and self.work.done()
 
 
 class Receiving:
@@ -145,7 +162,6 @@ class Receiving:
         """Waits until the message has come, on a GPU until it was launched. Returns its header, or raises its error."""
         while not self.is_known:
             self._tagged.await_header(self)
-        self._tagged.settle()
         self._work.order("Recv")
         if self._error is not None:
             raise again(self._error)
@@ -155,9 +171,8 @@ class Receiving:
 
     def done(self) -> bool:
         """Whether the message has come or failed. Moves all messages on."""
-        self._tagged.settle()
         if not self.is_known:
-            self._tagged.move_on()
+            self._tagged.move_on(self)
         return self.is_known and self._work.done()
 
     def _finish(self) -> None:
@@ -196,7 +211,11 @@ class TaggedMessages:
         self._rank = communicator.rank
         self._label = communicator.label
         self._sources: dict[int, _FromRank] = {}
-        self._sent: dict[int, int] = {}  # on a GPU, how many headers were sent to each rank
+        # On a GPU: how many headers were sent to each rank, the messages that wait to be launched, and the failures.
+        self._sent: dict[int, int] = {}
+        self._waiting: list[Sending] = []
+        self._failures: FailureMonitor | None = None
+        self._answers_within = _LOOK_SECONDS
 
     # -- Sending -------------------------------------------------------------------------------------------------
 
@@ -208,11 +227,14 @@ class TaggedMessages:
             self._place(self._from(dest), header, data.copy())
             return Sending(self, DONE)
         messages = [self._outgoing("Send", data, dest, None)] if data.size else []
-        if self._backend.on_gpu:
-            self._tell(dest, header)
-        else:
+        if not self._backend.on_gpu:
             messages.insert(0, self._outgoing("Send", np.frombuffer(header.pack(), np.uint8), dest, None))
-        return Sending(self, self._messages.begin(messages, []) if messages else DONE)
+            return Sending(self, self._messages.begin(messages, []))
+        key = self._tell(dest, header)
+        if not messages:
+            return Sending(self, DONE)
+        self._waiting.append(Sending(self, None, messages[0], key))
+        return self._waiting[-1]
 
     # -- Receiving -----------------------------------------------------------------------------------------------
 
@@ -299,48 +321,117 @@ class TaggedMessages:
         if coming is not None:
             self._messages.wait([coming])
         elif self._backend.on_gpu:
-            self.settle()
+            self.pump(lambda: receiving.is_known)
 
-    def move_on(self) -> None:
-        """Moves all messages on, without waiting."""
-        self._messages.move_on()
+    def move_on(self, receiving: Receiving) -> None:
+        """Moves all messages on, without waiting for the header of a receive."""
+        if self._backend.on_gpu:
+            self.pump(lambda: receiving.is_known, once=True)
+        else:
+            self._messages.move_on()
 
     # -- On a GPU ------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """On a GPU, waits for the headers of all receives, and begins to receive their bytes. A call that waits, and a
-        collective, then launches these together with what this rank sends. On the CPU there is nothing to do.
-        """
-        if not self._backend.on_gpu:
-            return
-        for source, of_source in self._sources.items():
-            while of_source.posted and source != self._rank:
-                receiving = self._place(of_source, self._read_header(source, of_source))
-                if receiving.data.size:
-                    message = self._incoming("Recv", "array", receiving.data, source, None)
-                    receiving.start(self._messages.begin([], [message]))
+        """On a GPU, launches all messages before a collective: NCCL runs in the order of the calls."""
+        if self._backend.on_gpu:
+            sources = [of_source for source, of_source in self._sources.items() if source != self._rank]
+            self.pump(lambda: not self._waiting and not any(of_source.posted for of_source in sources))
 
-    def _tell(self, dest: int, header: Header) -> None:
+    def pump(self, is_satisfied: Callable[[], bool], *, once: bool = False) -> None:
+        """On a GPU, answers headers, and launches what can be, until is_satisfied(); or looks once at each."""
+        began = time.monotonic()
+        while not is_satisfied():
+            came = [self._answer_headers(source) for source in self._sources if source != self._rank]
+            answered = self._answered()
+            if answered or any(came):
+                for sending in answered:
+                    assert sending.message is not None
+                    self._waiting.remove(sending)
+                    sending.work, sending.message = self._messages.begin([sending.message], []), None
+                self._messages.move_on()
+            elif once:
+                break
+            else:
+                self._check(time.monotonic() - began)
+
+    def _check(self, waited_seconds: float) -> None:
+        """Raises the reason why a wait will not end, if there is one."""
+        posted = [source for source, of_source in self._sources.items() if of_source.posted]
+        unanswered = [sending.message.peer for sending in self._waiting if sending.message is not None]
+        missing = sorted({*unanswered, *posted} - {self._rank})
+        ranks = [self._backend.ranks[rank] for rank in missing]
+        self._failures = self._failures or FailureMonitor(self._client, self._backend.recorder)
+        with self._lifetime.turn("a message", None):
+            self._failures.check()
+            self._backend.raise_if_ended(missing)
+            if waited_seconds >= self._backend.timeout_seconds:
+                self._failures.time_out(waited_seconds, ranks)
+            self._failures.warn(waited_seconds, ranks)
+
+    def _tell(self, dest: int, header: Header) -> str:
+        """Sends a header; returns the key of its answer."""
         number = self._sent.get(dest, 0)
         self._sent[dest] = number + 1
-        assert self._backend.client is not None
-        with reporting_failures(self._backend, self._lifetime, "Send"):
-            self._backend.client.set(self._key(self._rank, dest, number), header.pack())
+        key = self._key(self._rank, dest, number)
+        self._set(key, header.pack())
+        return f"{key}/answer"
 
-    def _read_header(self, source: int, of_source: _FromRank) -> Header:
-        client, number = self._backend.client, of_source.begun
-        assert client is not None
-        with reporting_failures(self._backend, self._lifetime, "Recv"):
-            self._lifetime.check_usable("Recv")
-            key = self._key(source, self._rank, number)
-            data = client.get(key, from_rank=source, timeout_seconds=self._backend.timeout_seconds)
+    def _answer_headers(self, source: int) -> bool:
+        """Reads the headers from a rank that are there, as long as this rank has asked for more, and answers them."""
+        of_source, found = self._from(source), False
+        while of_source.posted:
+            key = self._key(source, self._rank, of_source.begun)
+            data = self._look(key, source)
+            if data is None:
+                break
+            found = True
             of_source.begun += 1
-            if of_source.begun % _BLOCK == 0:
-                client.delete(key.rpartition("/")[0])
-        return Header.unpack(data)
+            receiving = self._place(of_source, Header.unpack(data))
+            if receiving.data.size:
+                message = self._incoming("Recv", "array", receiving.data, source, None)
+                receiving.start(self._messages.begin([], [message]))
+                self._set(f"{key}/answer", b"")
+            else:
+                self._client.delete(key)
+        return found
+
+    def _answered(self) -> list[Sending]:
+        """Returns the messages of this rank that were answered. A rank answers those of another in their order."""
+        answered, others = [], set()
+        for sending in self._waiting:
+            assert sending.message is not None
+            peer = sending.message.peer
+            if peer not in others and self._look(sending.key, peer) is not None:
+                answered.append(sending)
+                self._client.delete(sending.key.removesuffix("/answer"))
+            else:
+                others.add(peer)
+        return answered
+
+    @property
+    def _client(self) -> RendezvousClient:
+        assert self._backend.client is not None
+        return self._backend.client
+
+    def _set(self, key: str, value: bytes) -> None:
+        began = time.monotonic()
+        with reporting_failures(self._backend, self._lifetime, "a message"):
+            self._client.set(key, value)
+        self._answers_within = max(_LOOK_SECONDS, 20 * (time.monotonic() - began))
+
+    def _look(self, key: str, rank: int) -> bytes | None:
+        """Returns the value of a key, or None if it is not there.
+
+        The server answers once it is there, so a look waits for a moment: many times as long as the last answer took.
+        """
+        try:
+            return self._client.get(key, from_rank=rank, timeout_seconds=self._answers_within)
+        except RendezvousTimeout:
+            return None
 
     def _key(self, source: int, dest: int, number: int) -> str:
-        return f"tags/{self._backend.recorder.group}/{source}-{dest}/{number // _BLOCK}/{number}"
+        return f"tags/{self._backend.recorder.group}/{source}-{dest}/{number}"
 
 
 def _kind_text(kind: str) -> str:
