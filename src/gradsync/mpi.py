@@ -272,6 +272,9 @@ class Request:
         """Waits for all; returns what each wait() returns."""
         if isinstance(statuses, list):
             statuses += [Status() for _ in range(len(requests) - len(statuses))]
+        messages = [each._begun for each in requests if isinstance(each._begun, (Sending, Receiving))]
+        if len({each.tagged for each in messages}) > 1:
+            _move_on_together(messages)
         given = [*(statuses or ()), *[None] * len(requests)]
         return [each.wait(status) for each, status in zip(requests, given, strict=False)]
 
@@ -325,6 +328,13 @@ class Request:
 def _nothing() -> Request:
     """Returns the request of a message to or from PROC_NULL."""
     return Request(CollectiveFuture("no message", DONE, None), source=PROC_NULL)
+
+
+def _move_on_together(messages: Sequence[Sending | Receiving]) -> None:
+    """Waits for messages of several communicators, up to the deadline: a wait for one does not move those of others."""
+    until = time.monotonic() + max([each.tagged.timeout_seconds for each in messages])
+    while not all([each.done() for each in messages]) and time.monotonic() < until:  # noqa: C419 - it moves each on
+        time.sleep(1e-5)
 
 
 def _tell(status: Status, source: int | None, header: Header | None) -> None:

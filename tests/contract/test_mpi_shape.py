@@ -371,7 +371,7 @@ def random_messages(n, seed):
     return [(draw.randrange(n), draw.randrange(n), draw.randrange(3), draw.choice(sizes)) for _ in range(count)]
 
 
-@pytest.mark.ranks(on=SEVERAL | {"shm": (2, 3, 5)})
+@pytest.mark.ranks(on=SEVERAL | {"shm": (2, 3, 5), "fake": (2, 3)})
 def test_random_messages(comm):
     """Each rank posts what it sends and receives in an order of its own, and waits in another."""
     n, rank, arrays, face = comm.world_size, comm.rank, arrays_of(comm), wrap(comm)
@@ -487,6 +487,19 @@ def test_tests_move_messages_on(comm):
         pass
     assert [room[-1] for room in rooms] == [1, 2, 3]
     assert requests[0] == MPI.REQUEST_NULL
+
+
+@pytest.mark.ranks(on=PAIR_BESIDE_NCCL)
+def test_waitall_moves_the_messages_of_several_communicators_on(comm):
+    face, other = wrap(comm), 1 - comm.rank
+    twin = face.Dup()
+    rooms = [np.zeros(300_000), np.zeros(300_000)]
+    communicators = [face, twin]
+    requests = [each.Isend(np.ones(300_000), other) for each in communicators]
+    requests += [each.Irecv(room, other) for each, room in zip(communicators, rooms, strict=True)]
+    MPI.Request.Waitall(requests if comm.rank else requests[::-1])
+    assert all(room.all() for room in rooms)
+    twin.Free()
 
 
 @pytest.mark.ranks(2, fresh=True, options={"collective_timeout_seconds": 1.5})

@@ -72,7 +72,7 @@ class Sending:
     def __init__(
         self, tagged: TaggedMessages, work: Work | None, message: Message | None = None, key: str = ""
     ) -> None:
-        self._tagged = tagged
+        self.tagged = tagged
         self.work = work
         self.message = message
         self.key = key
@@ -80,14 +80,14 @@ class Sending:
     def wait(self) -> None:
         """Waits until the receiver has the message, on a GPU until it was launched. Raises its error."""
         if self.work is None:
-            self._tagged.pump(lambda: self.work is not None)
+            self.tagged.pump(lambda: self.work is not None)
         assert self.work is not None
         self.work.order("Send")
 
     def done(self) -> bool:
         """Whether the message has ended or failed. Moves all messages on."""
         if self.work is None:
-            self._tagged.pump(lambda: self.work is not None, once=True)
+            self.tagged.pump(lambda: self.work is not None, once=True)
         return self.work is not None and self.work.done()
 
 
@@ -106,7 +106,7 @@ class Receiving:
     """
 
     def __init__(self, tagged: TaggedMessages, source: int, room: Any, tag: int, kind: str) -> None:
-        self._tagged = tagged
+        self.tagged = tagged
         self.source = source
         self._room = room
         self._tag = tag
@@ -161,7 +161,7 @@ class Receiving:
     def wait(self) -> Header:
         """Waits until the message has come, on a GPU until it was launched. Returns its header, or raises its error."""
         while not self.is_known:
-            self._tagged.await_header(self)
+            self.tagged.await_header(self)
         self._work.order("Recv")
         if self._error is not None:
             raise again(self._error)
@@ -172,12 +172,12 @@ class Receiving:
     def done(self) -> bool:
         """Whether the message has come or failed. Moves all messages on."""
         if not self.is_known:
-            self._tagged.move_on(self)
+            self.tagged.move_on(self)
         return self.is_known and self._work.done()
 
     def _finish(self) -> None:
         if self._aside is not None:
-            self._tagged.copy(self._aside.data, self.data)
+            self.tagged.copy(self._aside.data, self.data)
             self._aside = None
 
 
@@ -216,6 +216,7 @@ class TaggedMessages:
         self._waiting: list[Sending] = []
         self._failures: FailureMonitor | None = None
         self._answers_within = _LOOK_SECONDS
+        self.timeout_seconds = self._backend.timeout_seconds
 
     # -- Sending -------------------------------------------------------------------------------------------------
 
