@@ -33,7 +33,6 @@ from gradsync.errors import RendezvousTimeout as RendezvousTimeout
 from gradsync.errors import UnsupportedDtype as UnsupportedDtype
 from gradsync.futures import CollectiveFuture as CollectiveFuture
 from gradsync.futures import GradientFuture as GradientFuture
-from gradsync.launching.free_port import free_port as free_port
 from gradsync.launching.launch import MainProcessError as MainProcessError
 from gradsync.launching.launch import WorkerError as WorkerError
 from gradsync.launching.launch import launch as launch
@@ -41,6 +40,7 @@ from gradsync.launching.launch import set_start_method as set_start_method
 from gradsync.launching.launcher import launcher as launcher
 from gradsync.launching.spawn import MultiprocessContext as MultiprocessContext
 from gradsync.launching.spawn import spawn as spawn
+from gradsync.machine import free_port as free_port
 from gradsync.process_group import destroy_process_group as destroy_process_group
 from gradsync.process_group import get_communicator as get_communicator
 from gradsync.process_group import group_barrier as group_barrier

@@ -11,10 +11,14 @@ import os
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from gradsync.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    import socket
 
 #: The variables that set the number of threads of linear algebra libraries.
 BLAS_VARIABLES = (
@@ -355,6 +359,46 @@ def _lines(path: str) -> list[str]:
 
 
 # -- Network: only for launchers, and ranks on several machines ------------------------------------------------------
+
+_MOST_RESERVATIONS = 64
+# Descriptors: Python would print a warning for each socket object that is still open at exit.
+_reservations: deque[int] = deque()
+
+
+def free_port() -> int:
+    """Returns a TCP port that is not in use, for a server on any interface of this machine.
+
+    This process keeps a socket bound to each of its 64 newest ports, so that the kernel gives the port to no other
+    program that asks for any free port, and uses it for no outgoing connection. A server can bind the port all the same
+    if it sets SO_REUSEADDR, as nearly all servers do (not: socketserver, unless `allow_reuse_address` is set). Nothing
+    keeps another program from asking for this very number, and nothing keeps the port once this process has ended.
+
+    Raises:
+        OSError: no port is free, or too many files are open.
+    """
+    reservation = reserve_port()
+    port: int = reservation.getsockname()[1]
+    _reservations.append(reservation.detach())
+    if len(_reservations) > _MOST_RESERVATIONS:
+        os.close(_reservations.popleft())
+    return port
+
+
+def reserve_port() -> socket.socket:
+    """Returns a socket that is bound to a free port, does not listen, and keeps the port until it is closed."""
+    import socket
+
+    has_ipv6 = socket.has_dualstack_ipv6()
+    reservation = socket.socket(socket.AF_INET6 if has_ipv6 else socket.AF_INET)
+    try:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if has_ipv6:
+            reservation.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # the port is free in IPv4 too
+        reservation.bind(("", 0))
+    except OSError:
+        reservation.close()
+        raise
+    return reservation
 
 
 def interface_of(address: str) -> str | None:

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 
 from gradsync.environment import check_variables
 from gradsync.errors import BackendUnavailable
-from gradsync.launching.free_port import reserved_port
 from gradsync.launching.job import Job, log_added_variables, rank_environment
 from gradsync.launching.outcome import OomWatch, Outcome, failure_text
 from gradsync.launching.output import REPORT_SECONDS, Notices
 from gradsync.launching.rank_process import RankProcess, start_record
 from gradsync.launching.signals import SignalInbox
+from gradsync.machine import reserve_port
 from gradsync.rendezvous.secret_files import Endpoint
 from gradsync.rendezvous.sockets import bind_listener, format_address, raise_limit
 
@@ -171,7 +171,7 @@ class Supervisor:
                 listener = self._stack.enter_context(bind_listener("127.0.0.1", job.rendezvous_port))
                 # Ranks of an earlier start cannot join, because they do not know this secret.
                 endpoint = Endpoint(format_address(listener), os.urandom(32))
-            port = job.master_port or self._stack.enter_context(reserved_port())
+            port = job.master_port or self._stack.enter_context(reserve_port()).getsockname()[1]
             environs = [rank_environment(job, i, endpoint, port, self._restart) for i in range(job.n_ranks)]
             self._memory = OomWatch()
             self._selector = selectors.DefaultSelector()
