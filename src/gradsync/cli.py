@@ -212,7 +212,7 @@ def run(context: click.Context, /, **options: Any) -> None:
     ends the other ranks, and then reports which rank was the cause, with its traceback. When a rank ends, gradsync ends
     all processes that the rank has started. Ctrl-C asks all ranks to end; a second Ctrl-C kills them.
     """
-    from gradsync.launching.run import run_command
+    from gradsync.launching.command import run_command
 
     own_options = {name for option in context.command.params for name in (*option.opts, *option.secondary_opts)}
     sys.exit(run_command(**options, own_options=own_options))

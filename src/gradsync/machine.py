@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from gradsync.errors import BackendUnavailable
+from gradsync.errors import BackendUnavailable, InvalidArgument
 
 if TYPE_CHECKING:
     import socket
@@ -64,6 +64,18 @@ def read_stat(pid: int) -> ProcessStat | None:
         return ProcessStat(fields[0].decode(), int(fields[1]), fields[19].decode())
     except (OSError, IndexError):
         return None
+
+
+def current_folder() -> str:
+    """Returns the path of the current directory.
+
+    Raises:
+        InvalidArgument: the directory has been removed.
+    """
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise InvalidArgument("the current directory has been removed; change to one that exists (cd)") from None
 
 
 def boot_id() -> str:

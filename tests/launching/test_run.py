@@ -91,18 +91,25 @@ def test_a_module_and_a_folder_run_as_python_runs_them(cli, script, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["zipapp", "pyc"])
-@pytest.mark.xfail(**_UNTIL_REBUILT)
-def test_whatever_python_runs_runs_or_is_refused_before_ranks_start(kind, cli, script, tmp_path):
-    source = script("print('here')")
+def test_whatever_python_runs_runs(kind, cli, script, tmp_path):
+    source = script("import sys\nprint(__name__, sys.argv[1:])")
     if kind == "zipapp":
         (tmp_path / "app").mkdir()
         shutil.copy(source, tmp_path / "app" / "__main__.py")
-        cli.python("-m", "zipapp", tmp_path / "app", "-o", tmp_path / "app.pyz")
-        done = cli(*RUN, tmp_path / "app.pyz")
+        cli.python("-m", "zipapp", tmp_path / "app", "-o", tmp_path / "app.pyz", "-p", "/usr/bin/env python3")
+        path = tmp_path / "app.pyz"
     else:
-        cli.python("-c", f"import py_compile; py_compile.compile({str(source)!r}, {str(tmp_path / 's.pyc')!r})")
-        done = cli(*RUN, tmp_path / "s.pyc")
-    assert (done.code, done.out) == (0, "here\n" * 2) or (done.code, done.out) == (2, "")
+        path = tmp_path / "s.pyc"
+        cli.python("-c", f"import py_compile; py_compile.compile({str(source)!r}, {str(path)!r})")
+    assert cli(*RUN, path, "--x") == (0, "__main__ ['--x']\n" * 2, "")
+
+
+def test_a_program_that_only_one_rank_could_read_is_refused(cli, script):
+    """A pipe, which python reads once."""
+    line = f"{sys.executable} -m gradsync run -n 2 <(cat {script('print(1)')})"
+    done = cli.program("bash", "-c", line)
+    assert (done.code, done.out) == (2, "")
+    assert "save it to a file first" in done.err
 
 
 @pytest.mark.parametrize("way", ["a wrapper", "exec"])
@@ -245,17 +252,25 @@ def test_a_large_number_of_ranks_that_nobody_has_named_is_told(cli, script, tmp_
     assert "starting 9 ranks" in cli("run", path, environment=variables).err
 
 
+def test_more_ranks_than_cores_are_told(cli, script, tmp_path):
+    (tmp_path / "first").mkdir()
+    script("import os\nos.sched_getaffinity = lambda pid: {0}\n", "first/sitecustomize.py")
+    done = cli(*RUN, script(""), environment={"PYTHONPATH": str(tmp_path / "first")})
+    assert done == (0, "", "gradsync: 2 ranks share 1 core, so that they often wait for each other\n")
+
+
 # -- Where a launcher meets the machine's limits ----------------------------------------------------------------
 
 
-@pytest.mark.xfail(**_UNTIL_REBUILT)
-def test_a_folder_that_is_gone_is_told(cli, tmp_path):
+@pytest.mark.parametrize("what", ["script.py", "-m module"])
+def test_a_folder_that_is_gone_is_told(what, cli, tmp_path):
     (tmp_path / "gone").mkdir()
-    line = "run --no-prefix -n 2 script.py"
+    line = f"run --no-prefix -n 2 {what}"
     command = f"cd {tmp_path}/gone && rmdir {tmp_path}/gone && exec {sys.executable} -m gradsync {line}"
     done = cli.program("sh", "-c", command)
+    assert done.code == 2
     assert "Traceback" not in done.err
-    assert done.err.splitlines()[-1].startswith("gradsync: error: ")
+    assert "current directory has been removed" in done.err.splitlines()[-1]
 
 
 def is_root_with(*programs):

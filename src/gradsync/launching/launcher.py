@@ -6,6 +6,7 @@ program calls a decorated function or passes `start_method`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import operator
@@ -13,9 +14,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
-from gradsync.arguments import check_integer, check_port, integer_of
+from gradsync.arguments import check_integer, check_port, integer_of, is_loopback
 from gradsync.backends import BACKENDS
-from gradsync.errors import InvalidArgument
+from gradsync.errors import AuthenticationError, InvalidArgument
 from gradsync.machine import default_process_count
 
 _DEVICE_BACKENDS = {"auto": "auto", "cpu": "shm", "gpu": "nccl"}
@@ -176,7 +177,7 @@ def _run_on_ranks(
 ) -> list[Any]:
     """Runs a function on the ranks of this node; see `launcher` for the results and errors."""
     from gradsync.launching import launch
-    from gradsync.launching.hosting import launcher_endpoint
+    from gradsync.launching.command import shared_endpoint
     from gradsync.launching.job import Job
     from gradsync.launching.supervisor import supervise
 
@@ -189,7 +190,15 @@ def _run_on_ranks(
     call = functools.partial(call_in_group, _reference(function), backend, has_others)
     name = launch.function_name(function)
     target = launch.function_target(call, args, kwargs, name, who="launcher")
-    with launcher_endpoint(host, port, rank_start, has_others=has_others) as (endpoint, listener):
+    with contextlib.ExitStack() as stack:
+        endpoint, listener = None, None
+        if has_others:
+            secret, words = (
+                _secret_for(host),
+                "launcher needs master_ip to be an address of the machine with rank_start 0",
+            )
+            shared = shared_endpoint(host, port, secret, is_first=rank_start == 0, words=words)
+            endpoint, listener = stack.enter_context(shared)
         job = Job(
             target,
             count,
@@ -210,6 +219,24 @@ def _run_on_ranks(
         message = f"{outcome.describe_cause()}; {others}" if has_others else outcome.describe_cause()
         raise launch.failure(outcome, root, message)
     return launch.take_results(outcome, stacklevel=3)
+
+
+def _secret_for(host: str) -> bytes | None:
+    """Returns the secret that the user has set for the launchers of several machines.
+
+    Raises:
+        AuthenticationError: there is none, and other machines can reach the server.
+    """
+    from gradsync.environment import SECRET, SECRET_FILE, take_secret
+
+    secret = take_secret()
+    if secret is None and not is_loopback(host):
+        raise AuthenticationError(
+            f"launcher at {host} needs a secret, because other machines can reach this address: put a secret into a "
+            f"file of mode 0600 and set {SECRET_FILE} to its path on every node, or set {SECRET}; if all launchers run "
+            "on one machine, master_ip='localhost' needs no secret"
+        )
+    return secret
 
 
 def _reference(function: Callable[..., Any]) -> str | Callable[..., Any]:

@@ -137,19 +137,27 @@ def _accept_interrupts() -> None:
 
 def _run_script(start: dict[str, Any]) -> None:
     """Runs a file like `python file args`."""
+    from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+
     path = os.path.abspath(start["path"])
     module = _fresh_main([start["path"], *start["arguments"]])
-    _prepend_path(path if os.path.isdir(path) else os.path.dirname(os.path.realpath(path)))
-    if os.path.isdir(path):
-        _run_as_main("__main__", is_module=False)
-        return
-    from importlib.machinery import SourceFileLoader
-
+    _prepend_path(os.path.dirname(os.path.realpath(path)))
+    loader: Any = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", path)
     module.__file__ = path
-    module.__loader__ = SourceFileLoader("__main__", path)
-    with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
+    module.__loader__ = loader
+    if path.endswith(".pyc"):
+        code = loader.get_code("__main__")
+    else:
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, module.__dict__)
+
+
+def _run_folder(start: dict[str, Any]) -> None:
+    """Runs the __main__.py of a folder or zip archive like `python folder args`."""
+    _fresh_main([start["path"], *start["arguments"]])
+    _prepend_path(os.path.abspath(start["path"]))
+    _run_as_main("__main__", is_module=False)
 
 
 def _run_module(start: dict[str, Any]) -> None:
@@ -219,6 +227,7 @@ def _load_call(start: dict[str, Any]) -> Any:
 
 _RUNNERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "script": _run_script,
+    "folder": _run_folder,
     "module": _run_module,
     "function": _run_function,
 }
