@@ -281,7 +281,6 @@ def test_functions_of_any_program_can_be_launched(way, cli, tmp_path):
     assert done == (0, "right\n", "")
 
 
-@pytest.mark.xfail(sys.version_info < (3, 12), strict=True, raises=AssertionError, reason="until launching is rebuilt")
 def test_functions_can_be_launched_under_the_debugger(cli, script):
     path = script(FUNCTIONS + guarded("\nprint(len(gs.launch(work, 1, 2)))"))
     assert "\n2\n" in cli.python("-m", "pdb", path, typed="c\nq\n").out.replace("(Pdb) ", "\n")

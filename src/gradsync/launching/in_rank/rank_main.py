@@ -39,7 +39,7 @@ _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__
 _SHIM_MODULES = frozenset(
     {
         "gradsync.launching.in_rank.rank_main",
-        "gradsync.launching.launcher",
+        "gradsync.launching.faces",
         "importlib._bootstrap",
         "multiprocessing.spawn",
         "runpy",
