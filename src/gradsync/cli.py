@@ -140,6 +140,12 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     help="Largest number of restarts, on one machine. A restart starts all ranks again after a rank has failed.",
 )
 @click.option(
+    "--wrap",
+    metavar="COMMAND",
+    default="",
+    help='Start the Python of each rank by this command, such as "numactl -N0" or "nsys profile".',
+)
+@click.option(
     "--log-dir",
     metavar="DIR",
     help="Also write each rank's output to its own file in DIR. gradsync first removes the logs of an earlier run "

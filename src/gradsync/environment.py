@@ -30,6 +30,7 @@ _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _MAX_RECORDER_ENTRIES = 1_000_000
 _MIN_SECRET_BYTES = 16
 _MAX_FILE_BYTES = 4096
+_OF_A_DESCRIPTOR = re.compile(r"fd:\d{1,9}")
 
 T = TypeVar("T")
 
@@ -826,12 +827,32 @@ def read_secret_file(path: str) -> bytes:
     """Reads a hexadecimal secret from a file that other users can neither read nor write.
 
     Args:
-        path: the path of the file. A symbolic link is an error, because another user may have made it.
+        path: the path of the file. A symbolic link is an error, because another user may have made it. "fd:5" is the
+            descriptor that a rank has inherited from gradsync's launcher.
 
     Raises:
         InvalidArgument: the file contains no secret, or cannot be read safely (see read_private_file).
     """
-    return parse_secret(f"secret file {path!r}", read_private_file(path))
+    text = _read_inherited(int(path[3:])) if _OF_A_DESCRIPTOR.fullmatch(path) else read_private_file(path)
+    return parse_secret(f"secret file {path!r}", text)
+
+
+def _read_inherited(descriptor: int) -> str:
+    """Reads the secret from the file in memory that gradsync's launcher has passed to its ranks as a descriptor.
+
+    Raises:
+        InvalidArgument: this process has not inherited the descriptor, so it is no rank.
+    """
+    try:
+        is_ours = os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:gradsync-secret")
+        if is_ours and os.fstat(descriptor).st_uid == os.geteuid():
+            return os.pread(descriptor, _MAX_FILE_BYTES, 0).decode("ascii", "replace")
+    except OSError:
+        pass
+    raise InvalidArgument(
+        f"{SECRET_FILE}=fd:{descriptor} is for the ranks of one launcher, and this process is no rank: it is a program "
+        "that a rank has started. Only a rank, or a program that takes a rank's place (exec), can join its run"
+    )
 
 
 def read_secret_option(path: str) -> bytes:

@@ -479,6 +479,12 @@ def _destroy_because_of(error: BaseException | None) -> None:
             destroy_process_group()
 
 
+def report_error(error: BaseException) -> None:
+    """Tells the other ranks of an exception that ends this program, in a rank of gradsync's launcher."""
+    if not isinstance(error, PlanMismatch) and _client is not None:
+        _client.report_failure(describe(error), culprit=culprit_of(error))
+
+
 def _leave() -> None:
     global _client
     client, _client = _client, None

@@ -27,12 +27,6 @@ def test_a_rank_is_the_script_as_python_runs_it_with_torchruns_variables(cli, sc
             open(f"/proc/{pid}/{name}", "rb").read()
             for pid in (os.getpid(), os.getppid()) for name in ("environ", "cmdline")
         )
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:"):
-                    shown += open(f"/proc/self/fd/{name}", "rb").read()  # through which the launcher gave it
-            except OSError:
-                pass
         code = "import os; print(sorted(os.listdir('/proc/self/fd'))[:-1])"
         inherited = subprocess.run([sys.executable, "-c", code], close_fds=False, stdout=subprocess.PIPE, text=True)
         found = {
@@ -68,7 +62,8 @@ def test_a_rank_is_the_script_as_python_runs_it_with_torchruns_variables(cli, sc
         assert found["main"] == ["__main__", str(path), str(path), str(tmp_path)]
         assert found["warnings"] == 1
         assert found["secret"] == [32, True, False, False]
-        assert found["inherited"] == "['0', '1', '2']\n"
+        secret_file = found["variables"]["GRADSYNC_SECRET_FILE"].removeprefix("fd:")
+        assert found["inherited"] == f"{sorted(['0', '1', '2', secret_file])}\n"
         assert found["family"] == [True]
         own = found["variables"]
         wanted = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
@@ -77,7 +72,7 @@ def test_a_rank_is_the_script_as_python_runs_it_with_torchruns_variables(cli, sc
         wanted |= {"MKL_NUM_THREADS": 7}
         assert {name: own.get(name) for name in wanted} == {name: str(value) for name, value in wanted.items()}
         assert own["MASTER_PORT"] != own["GRADSYNC_ADDRESS"].rpartition(":")[2]  # the user's, for a server of his own
-        assert not [name for name in own if "SECRET" in name or name.startswith(("PMI", "HYDI"))]
+        assert not [name for name in own if name == "GRADSYNC_SECRET" or name.startswith(("PMI", "HYDI"))]
     [line] = [line for line in done.err.splitlines() if "OPENBLAS_NUM_THREADS=3" in line]
     assert "OMP_NUM_THREADS=" not in line.replace("_OMP", "")  # only what nobody has set
 
@@ -112,19 +107,44 @@ def test_a_program_that_only_one_rank_could_read_is_refused(cli, script):
     assert "save it to a file first" in done.err
 
 
-@pytest.mark.parametrize("way", ["a wrapper", "exec"])
-@pytest.mark.xfail(**_UNTIL_REBUILT)
-def test_ranks_behind_a_wrapper_join(way, cli, script, tmp_path):
-    """numactl, nsys and the like start each rank's program, or it starts itself again with LD_PRELOAD."""
-    joins = script("import gradsync as gs\nwith gs.init_process_group() as comm: print(comm.world_size)")
-    if way == "exec":
-        again = script(f"import os, sys; os.execvp('nice', ['nice', sys.executable, {str(joins)!r}])", "again.py")
-        done = cli(*RUN, again)
-    else:
-        wrapper = script('#!/bin/sh\nexec nice -n 1 "$@"\n', "wrapper.sh")
-        wrapper.chmod(0o755)
-        done = cli(*RUN, "--no-python", wrapper, sys.executable, joins)
-    assert done[:2] == (0, "2\n" * 2)
+JOINS = """
+    import os, gradsync as gs
+    with gs.init_process_group() as comm:
+        os.write(1, b"%d\\n" % comm.world_size)  # in one piece: both ranks write
+"""
+
+
+@pytest.mark.parametrize("way", ["becomes python", "starts python"])
+def test_ranks_behind_a_wrapper_join(way, cli, script):
+    """numactl becomes the rank's Python, and nsys starts it and goes on when it has ended."""
+    text = 'exec nice -n 1 "$@"' if way == "becomes python" else '"$@"; sleep 0.1; echo over'
+    wrapper = script(f"#!/bin/sh\necho $1\nshift\n{text}\n", "wrapper.sh")
+    wrapper.chmod(0o755)
+    done = cli(*RUN, "--wrap", f"{wrapper} 'an option'", script(JOINS))
+    wanted = ["an option", "2"] if way == "becomes python" else ["an option", "2", "over"]
+    assert (done.code, sorted(done.out.splitlines())) == (0, sorted(wanted * 2)), done.err
+
+
+@pytest.mark.parametrize("wrap", ["true", "false", "sh -c 'kill -9 $$'"])
+def test_a_wrapper_that_does_not_start_python_is_told(wrap, cli, script):
+    done = cli("run", "-n", 1, "--wrap", wrap, script("print('here')"))
+    assert (done.code, done.out) == (137 if "kill" in wrap else 1, "")
+    assert "before the rank began" in done.err
+    assert wrap.partition(" ")[0] in done.err.splitlines()[-1]
+
+
+def test_a_rank_that_becomes_another_program_joins(cli, script):
+    """To start again under LD_PRELOAD, for example."""
+    joins = script(JOINS)
+    again = script(f"import os, sys; os.execvp('nice', ['nice', sys.executable, {str(joins)!r}])", "again.py")
+    assert cli(*RUN, again) == (0, "2\n" * 2, "")
+
+
+def test_a_program_that_a_rank_starts_is_no_rank(cli, script):
+    path = script(f"import subprocess, sys\nprint(subprocess.run([sys.executable, {str(script(JOINS, 'join.py'))!r}]))")
+    done = cli("run", "-n", 1, path)
+    assert done.code == 0
+    assert "this process is no rank" in done.err
 
 
 REFUSED = {

@@ -176,7 +176,6 @@ def test_a_schedulers_warning_is_forwarded_to_the_ranks(cli, script):
     assert launcher.result() == (0, "saved\n" * 2, "")
 
 
-@pytest.mark.xfail(**_UNTIL_REBUILT)
 def test_a_signal_to_every_process_of_the_run_reaches_each_rank_once(launched):
     """As scancel and systemd send it. The guard, too, must not forward what the launcher has forwarded."""
     launcher, pids = launched(STUBBORN, "--grace", 1.0)

@@ -51,6 +51,7 @@ def run_command(
     gpus: str | None,
     backend: str,
     max_restarts: int,
+    wrap: str,
     log_dir: str | None,
     grace_seconds: float,
     stdin_rank: str,
@@ -138,6 +139,7 @@ def run_command(
             stdin_rank=reading_rank,
             grace_seconds=grace_seconds,
             max_restarts=max_restarts,
+            wrap=wrap,
             variables=variables,
         )
         outcome = supervise(job, make_output=make_output, notices=notices)

@@ -43,11 +43,13 @@ class Target(NamedTuple):
         record: the data that a rank reads at its start (the start record); `marshal` can write all of it.
         command_line: the arguments that `ps` shows for the rank.
         descriptors: file descriptors that the ranks inherit.
+        wrapper: the command that starts each rank's interpreter, such as ("numactl", "-N0"); see `Job.wrap`.
     """
 
     record: dict[str, Any]
     command_line: tuple[str, ...]
     descriptors: tuple[int, ...] = ()
+    wrapper: tuple[str, ...] = ()
 
     def mpi_command(self, world_size: int) -> str:
         """Returns the `mpiexec` command that starts these ranks; ranks that use MPI need MPI's own launcher."""
@@ -81,6 +83,7 @@ class Job:
         stdin_rank: the rank that gets this process's standard input, or None; the other ranks read /dev/null.
         grace_seconds: how many seconds the ranks have to end, after the launcher has asked them to end, before SIGKILL.
         max_restarts: the limit of restarts; a restart starts all ranks again after a failure.
+        wrap: the command that starts each rank's interpreter, as a shell splits it, such as "numactl -N0"; "" for none.
         removed_variables: the names of variables of this process that ranks do not inherit.
         variables: further environment variables of the ranks.
         own_address: the address of this machine's interface towards the rendezvous server, if several launchers share
@@ -105,6 +108,7 @@ class Job:
     stdin_rank: int | None = 0
     grace_seconds: float = DEFAULT_GRACE_SECONDS
     max_restarts: int = 0
+    wrap: str = ""
     removed_variables: frozenset[str] = frozenset()
     variables: Mapping[str, str] = field(default_factory=dict)
     own_address: str | None = field(default=None, init=False)
@@ -120,12 +124,27 @@ class Job:
         if self.master_port is not None:
             self.master_port = check_port(_WHO, "master_port", self.master_port)
         check_seconds(_WHO, "the grace period", self.grace_seconds)
+        if self.wrap:
+            self.target = self.target._replace(wrapper=_split_wrapper(self.wrap))
         if self.world_size == 0:
             self.world_size = self.rank_start + self.n_ranks
         if self.endpoint is not None and self.n_ranks < self.world_size:
             host, port = parse_address(self.endpoint.address)
             self.own_address = address_towards(host, port)
             self.master_port = self.master_port or port_beside(port)
+
+
+def _split_wrapper(text: str) -> tuple[str, ...]:
+    import shlex  # imported here, as below, to keep the start short
+    import shutil
+
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise InvalidArgument(f"wrap needs to be a command, got {text!r}: {error}") from None
+    if not words or shutil.which(words[0]) is None:
+        raise InvalidArgument(f"wrap needs to begin with a program that can be found, got {text!r}")
+    return tuple(words)
 
 
 # -- Environment variables ---------------------------------------------------------------------------------------------

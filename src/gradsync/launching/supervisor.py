@@ -25,7 +25,7 @@ from gradsync.errors import BackendUnavailable
 from gradsync.launching.job import Job, log_added_variables, rank_environment
 from gradsync.launching.outcome import OomWatch, Outcome, failure_text
 from gradsync.launching.output import REPORT_SECONDS, Notices
-from gradsync.launching.rank_process import RankProcess, start_record
+from gradsync.launching.rank_process import RankProcess, StartRecord, start_record
 from gradsync.launching.signals import SignalInbox
 from gradsync.machine import reserve_port
 from gradsync.rendezvous.secret_files import Endpoint
@@ -236,7 +236,7 @@ class Supervisor:
 
     # -- Starting ------------------------------------------------------------------------------------------------
 
-    def _start_rank(self, rank: RankProcess, record: int, environ: dict[str, str], standard_input: int) -> None:
+    def _start_rank(self, rank: RankProcess, record: StartRecord, environ: dict[str, str], standard_input: int) -> None:
         """Starts one rank, with pipes for its output if the launcher shows the output."""
         with contextlib.ExitStack() as theirs:
             streams = [standard_input, 1, 2]
