@@ -22,7 +22,7 @@ from gradsync.arguments import LARGEST_PORT, check_address, is_loopback
 from gradsync.backends import BACKENDS, unknown_backend
 from gradsync.errors import InvalidArgument
 from gradsync.machine import read_stat
-from gradsync.removed import REMOVED, refuse_removed
+from gradsync.words import REMOVED, refuse_removed
 
 HOW_TO_MAKE_A_SECRET_FILE = "(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > gradsync.secret)"
 _PREFIX = "GRADSYNC_"

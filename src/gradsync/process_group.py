@@ -22,7 +22,6 @@ from gradsync.arguments import (
     DEFAULT_TIMEOUT_SECONDS,
     check_integer,
     is_number,
-    refuse_words,
 )
 from gradsync.backend_choice import agree_on_backend, choose_before_joining, connect
 from gradsync.backends import TABLE, unknown_backend
@@ -66,7 +65,7 @@ from gradsync.errors import (
     forget_earlier_error,
     uncaught_error,
 )
-from gradsync.removed import refuse_removed
+from gradsync.words import refuse_keywords
 
 if TYPE_CHECKING:  # not imported at run time: a world of one rank does not need it, and should start fast
     from gradsync.rendezvous.client import RendezvousClient
@@ -74,11 +73,6 @@ if TYPE_CHECKING:  # not imported at run time: a world of one rank does not need
 
 _log = logging.getLogger("gradsync")
 
-_FOREIGN = {
-    "timeout": "collective_timeout_seconds=... for collectives, or timeout_seconds=... for joining the other ranks",
-    "init_method": 'address="host:port", or leave it out if a launcher has started the ranks',
-    "device_id": 'device="cuda:0"',
-}
 _NOT_AGREED = InvalidArgument, BackendUnavailable  # all ranks raise these errors if they agree on no backend
 _LEAVING_SECONDS = 5.0  # how long a rank waits at exit for its messages, and one that hosts the server for the others
 _FAILED_JOB_SECONDS = 0.5  # the wait before MPI ends all ranks, so that the other ranks can receive and print the cause
@@ -148,9 +142,7 @@ def init_process_group(
     if removed:
         from inspect import signature  # imported here: only errors need it
 
-        for word in removed:
-            refuse_removed("init_process_group", word)
-        refuse_words("init_process_group", removed, signature(init_process_group).parameters, _FOREIGN)
+        refuse_keywords("init_process_group", removed, signature(init_process_group).parameters)
     configure_logging()
     if get_initial_world() is not None:
         raise InvalidArgument("the process group is initialised already: call gs.destroy_process_group() first")

@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from gradsync.arguments import check_integer, check_port, did_you_mean, integer_of, is_loopback
+from gradsync.arguments import check_integer, check_port, integer_of, is_loopback
 from gradsync.backends import BACKENDS
 from gradsync.errors import AuthenticationError, InvalidArgument
 from gradsync.machine import default_process_count
+from gradsync.words import hint
 
 if TYPE_CHECKING:
     from gradsync.launching.spawned import MultiprocessContext
@@ -483,7 +484,7 @@ def _translate(options: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
         elif name not in _OPTIONS:
             known = f"(it has {', '.join(_OPTIONS)})"
             raise InvalidArgument(
-                f"spawn has no option {name!r}{did_you_mean(name, (*_OPTIONS, *_DEPRECATED))} {known}"
+                f"spawn has no option {name!r}{hint('spawn', name, (*_OPTIONS, *_DEPRECATED))} {known}"
             )
     return given
 
