@@ -146,7 +146,7 @@ Examples:
     help='Starts the Python of each rank, such as "numactl -N0" or "nsys profile".',
 )
 @click.option(
-    "--log-dir", metavar="DIR", help="Also write each rank's output to a file in DIR, where older logs are removed."
+    "--log-dir", metavar="DIR", help="Also write each rank's output to DIR, and first remove older logs there."
 )
 @click.option(
     "--grace",
@@ -184,9 +184,7 @@ Examples:
 @click.option(
     "--trace", "trace_dir", metavar="DIR", help="Write Chrome traces; at the end, say where a step's time went."
 )
-@click.option(
-    "--debug", is_flag=True, help="With NCCL: compare every call between the ranks before it is launched (slow)."
-)
+@click.option("--debug", is_flag=True, help="With NCCL: compare every call between the ranks before its launch (slow).")
 @click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
