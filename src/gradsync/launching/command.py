@@ -20,7 +20,6 @@ from typing import NamedTuple
 from zipimport import ZipImportError, zipimporter
 
 from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS, is_loopback, join_address, parse_address
-from gradsync.diagnostics.trace import make_folder
 from gradsync.environment import (
     DEBUG,
     HOW_TO_MAKE_A_SECRET_FILE,
@@ -106,6 +105,8 @@ def run_command(
     reading_rank = _stdin_rank(stdin_rank, world_size)
     variables: dict[str, str] = {}
     if trace_dir is not None:
+        from gradsync.diagnostics.trace import make_folder  # imported here to keep the start short
+
         variables[TRACE] = str(make_folder(trace_dir, "--trace"))
     if debug:
         variables[DEBUG] = "1"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import marshal
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -258,7 +257,7 @@ class RankProcess:
             text = f"its guard (pid {self._process.pid}) {ended}, and the rank with it"
             code = min(code, 0) or -signal.SIGKILL
         else:
-            text = f"{shlex.join(self._command_line)} {ended} before the rank began"
+            text = f"{' '.join(self._command_line)} {ended} before the rank began"
             if code == 0:
                 text += ": it needs to run the Python that follows, and to wait for its end"
             code = code or 1
