@@ -237,7 +237,7 @@ def doctor(**options: Any) -> None:
     The command tries the backend "local" only if --backend or GRADSYNC_BACKEND names it.
     """
     try:
-        from gradsync.doctor.command import doctor as examine
+        from gradsync.doctor import doctor as examine
     except ImportError as error:
         raise BackendUnavailable(
             f"a library that gradsync needs does not load here ({error}): "
