@@ -205,7 +205,7 @@ FALTERING = """
     from gradsync.environment import take_secret  # of an earlier start it must not open this one's server
     restart, state = os.environ["TORCHELASTIC_RESTART_COUNT"], Path(sys.argv[1])
     with gs.init_process_group() as comm:
-        print(restart, sorted(path.name for path in state.iterdir()), flush=True)
+        os.write(1, f"{restart} {sorted(path.name for path in state.iterdir())}\\n".encode())  # in one piece
         comm.barrier()
         (state / f"{restart}-{comm.rank}").write_text(hashlib.sha256(take_secret()).hexdigest())
         comm.barrier()
@@ -270,6 +270,16 @@ def test_a_large_number_of_ranks_that_nobody_has_named_is_told(cli, script, tmp_
     variables = {"PYTHONPATH": str(tmp_path / "first"), "CUDA_VISIBLE_DEVICES": ""}
     path = script("raise SystemExit(3)")
     assert "starting 9 ranks" in cli("run", path, environment=variables).err
+
+
+@pytest.mark.parametrize("launcher", [("PMI_RANK", "PMI_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_several_launchers_that_would_not_meet_are_told_once(launcher, rank, cli, script):
+    """mpiexec -n 3 gradsync run."""
+    variables = dict(zip(launcher, (str(rank), "3"), strict=True)) | {"SLURM_STEP_ID": "0"}
+    done = cli("run", "-n", 1, "--backend", "local", script(""), environment=variables)
+    assert done[:2] == (0, "")
+    assert ("one of 3 launchers" in done.err) == (rank == 0)
 
 
 def test_more_ranks_than_cores_are_told(cli, script, tmp_path):

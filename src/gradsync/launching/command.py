@@ -26,6 +26,7 @@ from gradsync.environment import (
     SECRET_FILE,
     TRACE,
     parse_secret,
+    read_environment,
     read_secret_option,
     take_secret,
 )
@@ -99,6 +100,8 @@ def run_command(
         notices.print(
             f"gradsync: {n_ranks} ranks share {_count(usable_cores(), 'core')}, so that they often wait for each other"
         )
+    if nnodes is None:
+        _tell_of_launchers_beside(notices, n_ranks)
     world_size, rank_start = machines.nnodes * n_ranks, machines.node_rank * n_ranks
     own_ranks = range(rank_start, rank_start + n_ranks)
     shows_prefix = world_size > 1 if prefix is None else prefix
@@ -157,6 +160,18 @@ def _stdin_rank(text: str, world_size: int) -> int | None:
     if not text.isascii() or not text.isdigit() or int(text) >= world_size:
         raise InvalidArgument(f"--stdin needs a rank from 0 to {world_size - 1}, or 'none', got {text!r}")
     return int(text)
+
+
+def _tell_of_launchers_beside(notices: Notices, n_ranks: int) -> None:
+    """Warns if mpiexec, srun or torchrun has started several of these launchers: each starts all ranks of a run."""
+    with contextlib.suppress(InvalidArgument):  # some variable is wrong, perhaps of a launcher that is none
+        outer = read_environment(dict(os.environ))
+        if outer is not None and outer.world_size > 1 and outer.rank == 0:
+            notices.print(
+                f"gradsync: warning: this is one of {outer.world_size} launchers (by the variables of {outer.source}), "
+                f"and each starts {_count(n_ranks, 'rank')}, which will not meet those of the others: for one run pass "
+                "--nnodes and --node-rank, or start the script itself instead of gradsync run"
+            )
 
 
 def _count(number: int, what: str) -> str:
