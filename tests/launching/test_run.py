@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -125,6 +126,23 @@ def test_ranks_behind_a_wrapper_join(way, cli, script):
     assert (done.code, sorted(done.out.splitlines())) == (0, sorted(wanted * 2)), done.err
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_the_launcher_of_a_rank_behind_a_wrapper(number, cli, script):
+    wrapper = script('#!/bin/sh\n"$@"\n:\n', "wrapper.sh")
+    wrapper.chmod(0o755)
+    path = script("import os, signal\nos.write(1, b'ready\\n')\nsignal.pause()")
+    launcher = cli.start(*RUN, "--wrap", wrapper, path)
+    assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    launcher.send_signal(number)
+    assert launcher.result().code == (-9 if number == signal.SIGKILL else 128 + number)
+
+
+def test_the_exit_code_of_a_rank_behind_a_wrapper_is_its_own(cli, script):
+    wrapper = script('#!/bin/sh\n"$@"\nexit 0\n', "wrapper.sh")
+    wrapper.chmod(0o755)
+    assert cli("run", "-n", 1, "--wrap", wrapper, script("raise SystemExit(3)")).code == 3
+
+
 @pytest.mark.parametrize("wrap", ["true", "false", "sh -c 'kill -9 $$'"])
 def test_a_wrapper_that_does_not_start_python_is_told(wrap, cli, script):
     done = cli("run", "-n", 1, "--wrap", wrap, script("print('here')"))
@@ -148,6 +166,8 @@ def test_a_program_that_a_rank_starts_is_no_rank(cli, script):
 
 
 REFUSED = {
+    "'numactl": ("-n", 1, "--wrap", "'numactl", "script.py"),  # no closing quotation
+    "'no such program'": ("-n", 1, "--wrap", "'no such program' -N0", "script.py"),
     # a word of the refusal: the options
     "from 0 to 1": ("-n", 2, "--stdin=2", "script.py"),
     "'-1'": ("-n", 2, "--stdin=-1", "script.py"),

@@ -36,7 +36,6 @@ sys.path.insert(0, {_PACKAGE_PARENT!r})
 from gradsync.launching.in_rank.rank_main import main
 del sys.path[0]
 main()"""
-_HOW_TO_SET = "set it with multiprocessing.set_executable(path)"
 
 
 class StartRecord(NamedTuple):
@@ -88,8 +87,11 @@ def interpreter() -> str:
     """
     spawn = sys.modules.get("multiprocessing.spawn")  # only who has imported it can have chosen another
     executable = spawn.get_executable() if spawn is not None else sys.executable
-    if not executable:
-        raise InvalidArgument(f"this process does not know the Python interpreter that ranks need: {_HOW_TO_SET}")
+    if not executable or not os.access(executable, os.X_OK):
+        raise InvalidArgument(
+            f"ranks need a Python interpreter, and this process names none, but {executable!r}: name one with "
+            "multiprocessing.set_executable(path)"
+        )
     return os.fsdecode(executable)
 
 
