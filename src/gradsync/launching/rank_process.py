@@ -86,13 +86,13 @@ def interpreter() -> str:
         InvalidArgument: an application with a Python inside knows no interpreter.
     """
     spawn = sys.modules.get("multiprocessing.spawn")  # only who has imported it can have chosen another
-    executable = spawn.get_executable() if spawn is not None else sys.executable
-    if not executable or not os.access(executable, os.X_OK):
+    executable = os.fsdecode((spawn.get_executable() if spawn is not None else sys.executable) or "")
+    if not os.access(executable, os.X_OK):
         raise InvalidArgument(
             f"ranks need a Python interpreter, and this process names none, but {executable!r}: name one with "
             "multiprocessing.set_executable(path)"
         )
-    return os.fsdecode(executable)
+    return executable
 
 
 class RankProcess:
