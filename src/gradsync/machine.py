@@ -134,6 +134,21 @@ class Latch:
         return was_set or self.is_set
 
 
+HOW_TO_RAISE_THE_LIMIT = "raise the limit of processes and threads (ulimit -u; in a container, the pids limit)"
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Starts a thread.
+
+    Raises:
+        BackendUnavailable: the system allows no more threads.
+    """
+    try:
+        thread.start()
+    except RuntimeError:
+        raise BackendUnavailable(f"the thread {thread.name!r} cannot be started; {HOW_TO_RAISE_THE_LIMIT}") from None
+
+
 def run_with_timeout(
     function: Callable[[], _Result], name: str, seconds: float, check: Callable[[], None] | None = None
 ) -> _Result:
@@ -168,7 +183,7 @@ def run_with_timeout(
             ended.set()
 
     deadline = time.monotonic() + seconds
-    threading.Thread(target=run, name=name, daemon=True).start()
+    start_thread(threading.Thread(target=run, name=name, daemon=True))
     while not ended.wait(_CHECK_EVERY_SECONDS):
         if check is not None:
             check()

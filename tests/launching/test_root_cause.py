@@ -351,7 +351,6 @@ def test_a_third_rank_hears_of_the_culprit_and_not_of_the_messenger(comm):
 
 
 @pytest.mark.slow  # nothing is to be said before some seconds
-@pytest.mark.xfail(**_UNTIL_REBUILT)
 def test_a_thread_that_keeps_a_finished_rank_alive_is_told(cli, script):
     path = script(
         """
@@ -364,7 +363,7 @@ def test_a_thread_that_keeps_a_finished_rank_alive_is_told(cli, script):
         """
     )
     process = cli.start(*RUN, "--stdin", 1, path, stdin=-1)
-    time.sleep(20.0)
+    time.sleep(8.0)
     assert "uploader" in process.result().err
 
 

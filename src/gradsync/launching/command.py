@@ -147,6 +147,10 @@ def run_command(
             variables=variables,
         )
         outcome = supervise(job, make_output=make_output, notices=notices)
+    if outcome.exit_code == 0 and world_size > 1 and not outcome.has_joined:
+        notices.print(
+            f"gradsync: no rank called gs.init_process_group(): each of the {n_ranks} ranks ran {script} by itself"
+        )
     if text := failure_text(outcome).rstrip("\n"):
         # After a signal the user wants the job to end, so a blocked terminal must not delay the end.
         notices.print(text, wait_seconds=None if outcome.signal_number is None else REPORT_SECONDS)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Container
 from typing import TextIO
 
 from gradsync.errors import InvalidArgument
+from gradsync.machine import start_thread
 
 #: How long the report of a failure waits for a blocked terminal, if the launcher has more to do after the report.
 REPORT_SECONDS = 1.0
@@ -124,7 +125,7 @@ class OutputForwarder:
     def start(self) -> None:
         """Starts the threads."""
         for screen in self._screens:
-            screen.thread.start()
+            start_thread(screen.thread)
 
     def tail(self, rank: int) -> list[str]:
         """Returns the last lines that a rank has printed, as text."""
@@ -227,7 +228,7 @@ class _Screen:
         if self._is_ending:
             return
         if self.thread.ident is None:
-            self.thread.start()
+            start_thread(self.thread)
         self._is_ending = True
         os.eventfd_write(self._wake, 1)
 
