@@ -82,7 +82,7 @@ def _run(rank: int, start: dict[str, Any], reporter: Reporter) -> NoReturn:
     global _runs_function
     process_id = os.getpid()
     try:
-        _accept_interrupts()
+        _set_interrupts("UNBLOCK")  # blocked by the launcher: no SIGINT was to come before this `try` block
         if start["shows_lines"] and hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(line_buffering=True)  # else Python would buffer lines for a pipe
         if start["has_others"]:
@@ -109,6 +109,7 @@ def _run(rank: int, start: dict[str, Any], reporter: Reporter) -> NoReturn:
     except BaseException as error:
         if os.getpid() != process_id:
             raise  # this process is not the rank: the user's code has forked it
+        _set_interrupts("BLOCK")  # a Ctrl-C that comes now must not hide the error; a second one kills
         _remember(error)
         _fail(reporter, error)
         sys.exit(1)
@@ -129,11 +130,11 @@ def _read_start(descriptor: int) -> dict[str, Any]:
     return record
 
 
-def _accept_interrupts() -> None:
-    """Unblocks SIGINT, which the launcher has blocked, so that no SIGINT arrives before the `try` block of `_run`."""
+def _set_interrupts(how: str) -> None:
+    """Blocks SIGINT, or unblocks it."""
     import signal
 
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(getattr(signal, f"SIG_{how}"), {signal.SIGINT})
 
 
 # -- What a rank runs --------------------------------------------------------------------------------------------------
