@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gradsync.launching.calls import failure, load_result, raise_for_signal
@@ -41,43 +41,50 @@ class MultiprocessContext:
     """
 
     def __init__(self, job: Job, *, joins: bool, daemon: bool) -> None:
-        self._end = Latch()
+        self.processes: list[SpawnedProcess] = []
+        self._has_started, self._end = Latch(), Latch()
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
-        self.processes: list[SpawnedProcess] = []
-        try:
-            # The inbox delays a Ctrl-C, which could otherwise leave started ranks that no thread watches.
-            with contextlib.nullcontext() if joins else SignalInbox():
-                try:
-                    self._start(job, joins=joins, daemon=daemon)
-                except BaseException:
-                    self._end.set()  # because no thread will watch the ranks
-                    raise
-        except KeyboardInterrupt:
-            self._interrupt()
-            raise
+        with contextlib.ExitStack() as stack:
+            self._signals = stack.enter_context(SignalInbox(installs_handlers=joins))
+            run = functools.partial(self._run, job, daemon, stack.pop_all())
         if joins:
-            self._watch()
+            run()
             if self._outcome is not None:
                 raise_for_signal(self._outcome)
             self._raise_failure()
-
-    def _start(self, job: Job, *, joins: bool, daemon: bool) -> None:
-        with contextlib.ExitStack() as stack:
-            self._signals = stack.enter_context(SignalInbox(installs_handlers=joins))
-            self._supervisor = stack.enter_context(Supervisor(job, self._signals, on_change=self._update_process))
-            self._supervisor.start()
-            self.processes = [SpawnedProcess(rank, daemon=daemon) for rank in self._supervisor.ranks]
-            self.return_queues = [process.return_queue for process in self.processes]
-            self.error_queues = [process.error_queue for process in self.processes]
-            self.sentinels = [process.sentinel for process in self.processes]
-            self._resources = stack.pop_all()
-        if not joins:
-            # Not a daemon by default: as with multiprocessing, a program waits for its processes at its end.
-            thread = threading.Thread(target=self._watch, name="gradsync-supervisor", daemon=daemon)
-            thread.start()
+            return
+        # Not a daemon by default: as with multiprocessing, a program waits for its processes at its end.
+        thread = threading.Thread(target=run, name="gradsync-supervisor", daemon=daemon)
+        with self._ending_at_interrupt():
+            with SignalInbox():  # a Ctrl-C waits until the thread runs
+                thread.start()
             # The terminal does not send Ctrl-C to the ranks.
             threading._register_atexit(_end_if_interrupted, weakref.ref(self), os.getpid())  # type: ignore[attr-defined]
+            self._has_started.wait()
+        if not self.processes:
+            self._raise_failure()
+
+    def _run(self, job: Job, daemon: bool, resources: contextlib.ExitStack) -> None:
+        """Starts the ranks, and watches them until they have ended."""
+        try:
+            with resources, Supervisor(job, self._signals, on_change=self._update_process) as supervisor:
+                supervisor.start()
+                self.processes = [SpawnedProcess(rank, daemon=daemon) for rank in supervisor.ranks]
+                self.return_queues = [process.return_queue for process in self.processes]
+                self.error_queues = [process.error_queue for process in self.processes]
+                self.sentinels = [process.sentinel for process in self.processes]
+                self._has_started.set()
+                self._outcome = supervisor.finish()
+            if self._outcome.signal_number is None and self._outcome.root_cause is not None:
+                atexit.register(self._print_failure)
+        except BaseException as error:
+            self._error = error
+        finally:
+            for process in self.processes:
+                process.update(has_ended=True)  # also a process that cannot be killed
+            self._end.set()
+            self._has_started.set()
 
     def pids(self) -> list[int | None]:
         """Returns each rank's process id; None if the rank never began. Waits until all ranks have begun or ended."""
@@ -96,39 +103,27 @@ class MultiprocessContext:
             RankFailed: a rank failed; all ranks have ended.
             KeyboardInterrupt: Ctrl-C came; all ranks have ended.
         """
-        try:
+        with self._ending_at_interrupt():
             if not self._end.wait(timeout):
                 return False
-        except KeyboardInterrupt:
-            self._interrupt()
-            raise
         self._raise_failure()
         return True
-
-    def _watch(self) -> None:
-        try:
-            with self._resources:
-                self._outcome = self._supervisor.finish()
-            if self._outcome.signal_number is None and self._outcome.root_cause is not None:
-                atexit.register(self._print_failure)
-        except BaseException as error:
-            self._error = error
-        finally:
-            for process in self.processes:
-                process.update(has_ended=True)  # also a process that cannot be killed
-            del self._supervisor  # a reference cycle would keep the sentinels open
-            self._end.set()
 
     def _update_process(self, rank: RankProcess) -> None:
         if self.processes:  # the list is empty if a start failed
             self.processes[rank.rank].update()
 
-    def _interrupt(self) -> None:
-        """Ends the ranks like a Ctrl-C, and waits for their end."""
-        while not self._end.is_set:
-            self._signals.put(signal.SIGINT)
-            with contextlib.suppress(KeyboardInterrupt):  # the loop forwards this second Ctrl-C too
-                self._end.wait()
+    @contextlib.contextmanager
+    def _ending_at_interrupt(self) -> Iterator[None]:
+        """Ends the ranks at a Ctrl-C, and raises it when they have ended."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            while not self._end.is_set:
+                self._signals.put(signal.SIGINT)
+                with contextlib.suppress(KeyboardInterrupt):  # the loop forwards this second Ctrl-C too
+                    self._end.wait()
+            raise
 
     def _raise_failure(self) -> None:
         atexit.unregister(self._print_failure)
