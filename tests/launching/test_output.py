@@ -23,7 +23,7 @@ from commands import wait_until
 PUPPET = """
     import os, sys
     for line in open(sys.argv[1] + os.environ["RANK"]):
-        stream, data = eval(line)
+        stream, data = eval(line)  # or it ends here
         os.write(stream, data)
 """
 
@@ -60,10 +60,10 @@ class Puppets:
             data += os.read(stream or self.screen, 65536)
         return data
 
-    def end(self, *ranks):
+    def end(self, *ranks, code=0):
         for rank in ranks:
             self.write(rank, b"", 1)
-            os.write(self._orders[rank], b"exit()\n")
+            os.write(self._orders[rank], b"exit(%d)\n" % code)
 
     def close(self):
         for order in self._orders:
@@ -209,6 +209,16 @@ def test_an_endless_line_passes_in_pieces(cli, script):
         seen += len(os.read(launcher.stdout.fileno(), 65536))
     launcher.terminate()
     launcher.wait(60)
+
+
+def test_the_last_output_in_a_report_is_whole_lines_of_each_stream(puppets):
+    ranks = puppets(2, "--no-prefix")
+    for stream, data in [(1, b"half "), (2, b"a warning\n"), (1, b"done\n\r10%\r\x1b[2K20%\n"), (1, b"rest")]:
+        ranks.write(1, data, stream)
+        ranks.read_until(re.escape(data), ranks.errors if stream == 2 else None)
+    ranks.end(1, code=3)
+    err = ranks.process.communicate(timeout=60)[1]
+    assert b"last output of rank 1:\n    a warning\n    half done\n    20%\n    rest\ngradsync: rank 1" in err
 
 
 # -- Logs --------------------------------------------------------------------------------------------------------------

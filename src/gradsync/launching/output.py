@@ -30,7 +30,7 @@ from gradsync.machine import start_thread
 #: How long the report of a failure waits for a blocked terminal, if the launcher has more to do after the report.
 REPORT_SECONDS = 1.0
 _READ_BYTES = 64 * 1024
-_TAIL_BYTES = 16 * 1024
+_KEPT_LINES, _KEPT_BYTES = 50, 4096  # the last lines of a rank, and the end of each
 _MAX_LINE_BYTES = 256 * 1024  # a longer line is shown in pieces, so that memory stays bounded
 _UNFINISHED_SECONDS = 0.1
 _BAR_SECONDS = {True: 1.0, False: 10.0}  # between two states of a bar: on a terminal, and in a file
@@ -149,11 +149,12 @@ class OutputForwarder:
 
 
 class _Kept:
-    """What is kept of a rank's output: the last part of both streams, and the log file. Any thread may use it."""
+    """What is kept of a rank's output: the last lines of both streams, and the log file. Any thread may use it."""
 
     def __init__(self, log: str | None, warn: Callable[[str], None]) -> None:
         self._lock = threading.Lock()
-        self._tail = b""
+        self._lines: deque[bytes] = deque(maxlen=_KEPT_LINES)
+        self._unfinished: dict[int, bytes] = {}  # by stream
         self._path, self._log, self._warn = log, -1, warn
         if log is not None:
             try:
@@ -162,9 +163,11 @@ class _Kept:
             except OSError as error:
                 self._lose_log(error)
 
-    def add(self, data: bytes) -> None:
+    def add(self, stream: int, data: bytes) -> None:
         with self._lock:
-            self._tail = (self._tail + data)[-_TAIL_BYTES:]
+            *lines, rest = _flat(self._unfinished.get(stream, b"") + data).split(b"\n")
+            self._lines.extend(line[-_KEPT_BYTES:] for line in lines[-_KEPT_LINES:])
+            self._unfinished[stream] = rest[-_KEPT_BYTES:]
             try:
                 if self._log >= 0:
                     _write_all(self._log, data)
@@ -177,10 +180,8 @@ class _Kept:
 
     def last_lines(self) -> list[str]:
         with self._lock:
-            tail = self._tail
-        if len(tail) == _TAIL_BYTES:
-            tail = tail.partition(b"\n")[2] or tail  # it begins within a line
-        return [line.decode("utf-8", "replace") for line in _lines_of(_flat(tail))]
+            lines = [*self._lines, *filter(None, self._unfinished.values())]
+        return [line.decode("utf-8", "replace") for line in _lines_of(b"\n".join(lines))]
 
 
 class _Stream:
@@ -268,7 +269,7 @@ class _Screen:
         if not data:
             self._end(stream)
             return
-        stream.kept.add(data)
+        stream.kept.add(stream.descriptor, data)
         if not self._has_prefix:
             self._put(stream, data)
             return
