@@ -6,6 +6,7 @@ The module also has run_with_timeout(), for functions that may hang, and Latch, 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import re
@@ -499,3 +500,46 @@ def addresses() -> Iterator[tuple[str, bytes]]:
     for line in _lines("/proc/net/if_inet6"):
         address, *_, name = line.split()
         yield name, bytes.fromhex(address)
+
+
+# -- What a Python lacks that was built on an old system, as those of conda and older ones of uv -----------------------
+
+
+def memory_file(name: str, *, can_be_sealed: bool = False) -> int:
+    """Makes an anonymous file in memory (memfd), which programs that this process starts do not inherit.
+
+    Raises:
+        OSError: the system has none, or forbids it.
+    """
+    flags = 1 | 2 * can_be_sealed  # MFD_CLOEXEC and MFD_ALLOW_SEALING
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, flags)
+    return _call_libc("memfd_create", name.encode(), flags)
+
+
+def open_process(pid: int) -> int:
+    """Returns a descriptor that is readable once a process has ended (pidfd); -1 before Linux 5.3.
+
+    Raises:
+        OSError: there is no such process, or this process may open no more files.
+    """
+    try:
+        if hasattr(os, "pidfd_open"):
+            return os.pidfd_open(pid)
+        return _call_libc("syscall", 434, pid, 0)  # the number of pidfd_open, on every processor
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EPERM):  # containers forbid unknown calls
+            return -1
+        raise
+
+
+def _call_libc(function: str, *arguments: int | bytes) -> int:
+    import ctypes
+
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, function):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), function)
+    result: int = getattr(library, function)(*arguments)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), function)
+    return result

@@ -25,7 +25,7 @@ from gradsync.launching.in_rank.result import ErrorReport, read_report
 from gradsync.launching.job import Target
 from gradsync.launching.outcome import RankOutcome, signal_name
 from gradsync.launching.signals import no_other_fork
-from gradsync.machine import read_stat
+from gradsync.machine import memory_file, open_process, read_stat
 
 # The rank must import the launcher's own gradsync, even if the current directory has a different one.
 _PACKAGE_PARENT = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
@@ -73,7 +73,7 @@ def start_record(target: Target, secret: bytes, *, shows_lines: bool, has_others
 
 @contextlib.contextmanager
 def _file_in_memory(name: str, content: bytes) -> Iterator[int]:
-    with open(os.memfd_create(name), "wb") as file:
+    with open(memory_file(name), "wb") as file:
         file.write(content)
         file.flush()
         yield file.fileno()
@@ -107,7 +107,7 @@ class RankProcess:
         status: the descriptor of the guard's status pipe. The pipe closes when the rank and all its processes have
             ended.
         sentinel: a descriptor that is readable when the process that this object has started has ended, even if another
-            process holds the status pipe open.
+            process holds the status pipe open; -1 before Linux 5.3.
         report: the descriptor of the report pipe.
         sent_kill: whether the launcher has sent SIGKILL to the rank.
     """
@@ -139,10 +139,9 @@ class RankProcess:
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         self._command_line = [*target.wrapper, interpreter()]
         standard_input, output, error = streams
-        passed = [record.program, *target.descriptors]
         if record.secret >= 0:
             environ = environ | {SECRET_FILE: f"fd:{record.secret}"}
-            passed.append(record.secret)
+        passed = (record.program, record.secret, *target.descriptors)
         with contextlib.ExitStack() as theirs:
             try:
                 descriptors = self._open(theirs, record.program)
@@ -154,11 +153,11 @@ class RankProcess:
                         stdin=standard_input,
                         stdout=output,
                         stderr=error,
-                        pass_fds=(*descriptors, *passed),
+                        pass_fds=[each for each in (*descriptors, *passed) if each >= 0],
                         # In a new session the guard gets no Ctrl-C from the terminal.
                         start_new_session=True,
                     )
-                self.sentinel = os.pidfd_open(self._process.pid)
+                self.sentinel = open_process(self._process.pid)
             except BaseException:
                 self._close()
                 raise
@@ -167,17 +166,18 @@ class RankProcess:
         """Opens the pipes and the result file. When `theirs` ends, this process closes the ends that the rank uses."""
 
         def give(descriptor: int) -> int:
-            theirs.callback(os.close, descriptor)
+            if descriptor >= 0:
+                theirs.callback(os.close, descriptor)
             return descriptor
 
-        launcher = give(os.pidfd_open(os.getpid()))
+        launcher = give(open_process(os.getpid()))
         self.status, status_writer = os.pipe()
         give(status_writer)
         command_reader, self._command = os.pipe()
         give(command_reader)
         self.report, report_writer = os.pipe()
         give(report_writer)
-        self._result = os.memfd_create("gradsync-result", os.MFD_CLOEXEC)
+        self._result = memory_file("gradsync-result")
         for descriptor in (self.status, self.report, self._command):
             os.set_blocking(descriptor, False)
         return Descriptors(launcher, command_reader, status_writer, program, report_writer, give(os.dup(self._result)))
@@ -233,9 +233,9 @@ class RankProcess:
             if self._command >= 0:
                 with contextlib.suppress(BrokenPipeError, BlockingIOError):
                     os.write(self._command, bytes([number]))
-            if self.sentinel >= 0 and number in (signal.SIGTERM, signal.SIGKILL):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    signal.pidfd_send_signal(self.sentinel, signal.SIGCONT)  # a paused guard could not end its rank
+                if number in (signal.SIGTERM, signal.SIGKILL):
+                    with contextlib.suppress(PermissionError):
+                        self._process.send_signal(signal.SIGCONT)  # a paused guard could not end its rank
 
     def is_paused(self) -> bool:
         """Whether a signal such as SIGSTOP has paused the rank, so that the rank reports nothing until SIGCONT."""

@@ -54,7 +54,7 @@ class Descriptors(NamedTuple):
     """The descriptors that a rank process gets from its launcher.
 
     Attributes:
-        launcher: readable when the launcher has ended (a pidfd).
+        launcher: readable when the launcher has ended (a pidfd); -1 before Linux 5.3.
         command: the read end of the pipe on which the launcher writes signals, one byte each. It closes when the
             launcher has ended, or has given the rank up.
         status: the write end of the pipe for the guard's messages.
@@ -87,7 +87,8 @@ def start_guard(rank: int, descriptors: Descriptors) -> None:
         signal.signal(signal.SIGCHLD, inherited)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for descriptor in (descriptors.launcher, descriptors.command, descriptors.status):
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
         os.setsid()  # a new process group, so that a signal reaches all its processes
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != guard_pid:  # the guard died before the call of prctl
@@ -122,7 +123,8 @@ class _Guard:
         _set_title(title)
         poll = select.poll()
         for descriptor in (self._wake, self._command, self._launcher):
-            poll.register(descriptor, select.POLLIN)
+            if descriptor >= 0:
+                poll.register(descriptor, select.POLLIN)
         is_launcher_gone = False
         while not is_launcher_gone and not self._rank_has_ended():
             for descriptor, _ in poll.poll(self._forward_due_signals()):
