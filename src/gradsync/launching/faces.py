@@ -249,8 +249,8 @@ def _run_on_ranks(
 ) -> list[Any]:
     """Runs a function on the ranks of this node; see `launcher` for the results and errors."""
     from gradsync.launching import calls
-    from gradsync.launching.command import shared_endpoint
     from gradsync.launching.job import Job
+    from gradsync.launching.nodes import shared_endpoint
     from gradsync.launching.supervisor import supervise
 
     calls.warn_of_start_method("launcher", start_method)
