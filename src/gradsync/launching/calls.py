@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import operator
 import os
 import pickle
@@ -32,8 +31,6 @@ from gradsync.machine import current_folder
 
 _START_METHODS = ("spawn", "fork", "forkserver")
 _start_method = "spawn"
-
-_log = logging.getLogger("gradsync")
 
 
 # -- The start method --------------------------------------------------------------------------------------------------
@@ -67,11 +64,16 @@ def warn_of_start_method(who: str, method: str | None) -> None:
     """Logs a warning for a launch by "fork" or "forkserver"; None means the method of `set_start_method`."""
     method = method or _start_method
     if method != "spawn":
-        _log.warning(
-            "%s: gradsync starts ranks by spawn, not by %s: module globals that were set before are not copied to the "
-            "ranks; pass what they need as arguments",
-            *(who, method),
+        _warn(
+            f"{who}: gradsync starts ranks by spawn, not by {method}: module globals that were set before are not "
+            "copied to the ranks; pass what they need as arguments"
         )
+
+
+def _warn(text: str) -> None:
+    import logging  # imported here to keep the start short
+
+    logging.getLogger("gradsync").warning(text)
 
 
 # -- The call ----------------------------------------------------------------------------------------------------------
@@ -351,5 +353,5 @@ def own_backend(who: str, backend: str) -> str:
     """Returns gradsync's name of a backend: "gloo", a backend of PyTorch, becomes "shm", with a warning in the log."""
     if backend != "gloo":
         return backend
-    _log.warning("%s: gradsync has no backend gloo; the ranks use shm, which joins ranks of one host", who)
+    _warn(f"{who}: gradsync has no backend gloo; the ranks use shm, which joins ranks of one host")
     return "shm"
