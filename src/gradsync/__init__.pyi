@@ -13,7 +13,6 @@ from gradsync.bucketing.trees import broadcast_tree as broadcast_tree
 from gradsync.communicators.communicator import Communicator as Communicator
 from gradsync.communicators.groups import NonMember as NonMember
 from gradsync.consistency import check_consistency as check_consistency
-from gradsync.environment import is_launched as is_launched
 from gradsync.errors import AuthenticationError as AuthenticationError
 from gradsync.errors import BackendUnavailable as BackendUnavailable
 from gradsync.errors import CollectiveTimeout as CollectiveTimeout
@@ -33,6 +32,7 @@ from gradsync.errors import RendezvousTimeout as RendezvousTimeout
 from gradsync.errors import UnsupportedDtype as UnsupportedDtype
 from gradsync.futures import CollectiveFuture as CollectiveFuture
 from gradsync.futures import GradientFuture as GradientFuture
+from gradsync.launchers import is_launched as is_launched
 from gradsync.launching.calls import MainProcessError as MainProcessError
 from gradsync.launching.calls import WorkerError as WorkerError
 from gradsync.launching.calls import set_start_method as set_start_method

@@ -258,10 +258,9 @@ def doctor(**options: Any) -> None:
 def serve(world_size: int, host: str, port: int, secret_file: str | None) -> None:
     """Runs only a rendezvous server, for ranks that gradsync did not start.
 
-    The command prints the address at which the server listens. Set three variables for each rank. GRADSYNC_ADDRESS is
-    this address; with --host 0.0.0.0, put an address of this machine in place of 0.0.0.0. GRADSYNC_HOSTED is 1, so that
-    rank 0 starts no second server. GRADSYNC_SECRET_FILE is the path of a file with the same secret. Ctrl-C or SIGTERM
-    ends the server.
+    The command prints the address at which the server listens. Set two variables for each rank. GRADSYNC_ADDRESS is
+    this address; with --host 0.0.0.0, put an address of this machine in place of 0.0.0.0. GRADSYNC_SECRET_FILE is the
+    path of a file with the same secret. Ctrl-C or SIGTERM ends the server.
     """
     from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, read_secret_option
     from gradsync.rendezvous.server import RendezvousServer
@@ -291,7 +290,6 @@ def _print_exports(address: str, secret_file: str) -> None:
     from gradsync import environment
 
     click.echo(f"export {environment.ADDRESS}={shlex.quote(address)}", err=True)
-    click.echo(f"export {environment.HOSTED}=1", err=True)
     if secret_file != "-":
         click.echo(f"export {environment.SECRET_FILE}={shlex.quote(os.path.abspath(secret_file))}", err=True)
 

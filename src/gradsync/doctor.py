@@ -34,7 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 import gradsync as gs
-from gradsync import environment
+from gradsync import environment, launchers
 from gradsync.backends import TABLE
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, size_text
 from gradsync.machine import BLAS_VARIABLES, count_gpus, usable_cores, visible_gpus
@@ -296,8 +296,8 @@ def _nccl(here: Facts) -> Finding | None:
 def _launcher(here: Facts) -> Finding:
     """Checks that no environment variable gives this shell a rank, because then each script would run as this rank."""
     try:
-        environment.read_master_port(here.environ)
-        place = environment.read_environment(dict(here.environ))
+        launchers.read_master_port(here.environ)
+        place = launchers.read_environment(here.environ)
     except InvalidArgument as error:
         return Finding(BROKEN, str(error).replace("\n", " "), "unset the environment variables that this error names")
     if place is None:
@@ -447,7 +447,7 @@ def _call(
     """
     return subprocess.run(
         command,
-        env=environment.without_launcher() | dict(variables),
+        env=launchers.without_launcher() | dict(variables),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -463,7 +463,7 @@ def _in_parallel(function: Callable[[str], _Result], names: Iterable[str]) -> di
 
 
 def _collect_facts() -> Facts:
-    mpiexec, folder, packages = environment.find_mpiexec(), None, []
+    mpiexec, folder, packages = launchers.find_mpiexec(), None, []
     with contextlib.suppress(OSError):
         stat = os.statvfs("/dev/shm")
         folder = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail

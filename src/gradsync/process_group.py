@@ -41,17 +41,10 @@ from gradsync.communicators.world import (
 from gradsync.diagnostics import trace
 from gradsync.environment import (
     ALLOW_SHARED_GPU,
-    ALONE,
     BACKEND,
     COLLECTIVE_TIMEOUT_SECONDS,
-    RankEnvironment,
-    WorldSettings,
-    alone_without_launcher,
     check_removed_variables,
     configure_logging,
-    environment_of_arguments,
-    no_rank_is_known,
-    read_environment,
     warn_of_unknown_variables,
 )
 from gradsync.errors import (
@@ -64,6 +57,16 @@ from gradsync.errors import (
     describe,
     forget_earlier_error,
     uncaught_error,
+)
+from gradsync.launchers import (
+    ALONE,
+    GRADSYNC,
+    RankEnvironment,
+    WorldSettings,
+    alone_without_launcher,
+    environment_of_arguments,
+    no_rank_is_known,
+    read_environment,
 )
 from gradsync.words import refuse_keywords
 
@@ -157,7 +160,7 @@ def init_process_group(
         if not is_number(value) or not value > 0:
             raise InvalidArgument(f"{name} needs to be a number of seconds above 0, got {value!r}")
     place = _find_place(backend, rank, world_size, address)
-    if place.local_rank == 0:  # one warning on each machine is enough
+    if place.local_rank == 0 and place.source != GRADSYNC:  # gradsync's launcher has warned of them
         warn_of_unknown_variables()
     settings = WorldSettings(
         place,
@@ -349,11 +352,17 @@ def _find_place(backend: str, rank: int | None, world_size: int | None, address:
         return _place_without_launcher(backend, address) if environment is None else environment
     size = check_integer("init_process_group", "world_size", world_size, 1)
     number = check_integer(f"init_process_group with world_size={size}", "rank", rank, 0, size - 1)
-    if environment is None:
-        return environment_of_arguments(number, size)
-    if environment.world_size != size:
-        return RankEnvironment(number, size, number, size, address=environment.address, source="arguments")
-    return environment._replace(rank=number)
+    if environment is not None and environment.world_size == size:
+        return environment._replace(rank=number)
+    if environment is not None and address is None and size > 1 and environment.source != "RANK":
+        raise InvalidArgument(
+            f"init_process_group(rank={number}, world_size={size}): this process is rank {environment.rank} of "
+            f"{environment.world_size} of its launcher, and where those meet, {size} ranks cannot meet on their own: "
+            "for a part of the world call init_process_group() on all ranks, and gs.new_group(ranks) then; for a world "
+            "of its own pass address=host:port, an address that is free, too"
+        )
+    place = environment_of_arguments(number, size)
+    return place if size > 1 else place._replace(address=None)  # who is alone needs nobody's server
 
 
 def _place_without_launcher(backend: str, address: str | None) -> RankEnvironment:

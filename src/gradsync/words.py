@@ -59,6 +59,11 @@ REMOVED: dict[str, dict[str, str]] = {
         "GRADSYNC_STATE_DIR": "choose a directory yourself, and pass it to your script",
         "GRADSYNC_DUMP_DIR": _REPORT,
         "GRADSYNC_START": "unset it",
+        "GRADSYNC_RANK": "RANK, which torchrun has too",
+        "GRADSYNC_WORLD_SIZE": "WORLD_SIZE, which torchrun has too",
+        "GRADSYNC_LOCAL_RANK": "LOCAL_RANK, which torchrun has too",
+        "GRADSYNC_LOCAL_WORLD_SIZE": "LOCAL_WORLD_SIZE, which torchrun has too",
+        "GRADSYNC_HOSTED": "leave it out: where GRADSYNC_ADDRESS is set, a server is there",
     },
 }
 

@@ -79,9 +79,9 @@ def test_ctrl_c_while_the_ranks_start_is_quiet(cli, script, tmp_path):
     script(
         f"""
         import os, time
-        if os.environ.get("GRADSYNC_RANK") == "0":
+        if os.environ.get("RANK") == "0":
             os.kill(os.getppid(), 2)
-        while "GRADSYNC_RANK" in os.environ and not os.path.exists({str(tmp_path / "noticed")!r}):
+        while "RANK" in os.environ and not os.path.exists({str(tmp_path / "noticed")!r}):
             time.sleep(0.01)
         """,
         "first/sitecustomize.py",

@@ -21,8 +21,8 @@ from multiprocessing.reduction import ForkingPickler
 from types import FunctionType
 from typing import Any, ClassVar
 
-from gradsync import environment
 from gradsync.errors import GradsyncError, InvalidArgument, RankFailed
+from gradsync.launchers import is_rank_of_gradsync
 from gradsync.launching.in_rank import rank_main
 from gradsync.launching.in_rank.result import ReturnValue
 from gradsync.launching.job import Target
@@ -132,7 +132,7 @@ def _refuse_inside_rank(name: str) -> None:
             "each rank imports the script that launched the ranks, to find the function, and this import launches "
             'ranks again; put the launch under `if __name__ == "__main__":`'
         )
-    if rank := os.environ.get(environment.RANK):
+    if is_rank_of_gradsync() and (rank := os.environ.get("RANK")):
         advice = (
             "a rank cannot launch other ranks; launch the function from the process that launched this rank"
             if rank_main.runs_function()

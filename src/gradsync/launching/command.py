@@ -11,8 +11,9 @@ from importlib.machinery import PathFinder
 from zipimport import ZipImportError, zipimporter
 
 from gradsync.arguments import join_address
-from gradsync.environment import DEBUG, TRACE, read_environment
+from gradsync.environment import DEBUG, TRACE
 from gradsync.errors import InvalidArgument, name_ranks
+from gradsync.launchers import read_environment
 from gradsync.launching.job import Job, Target, choose_gpus, parse_gpus
 from gradsync.launching.nodes import check_nodes, shared_endpoint
 from gradsync.launching.outcome import failure_text
@@ -156,7 +157,7 @@ def _stdin_rank(text: str, world_size: int) -> int | None:
 def _tell_of_launchers_beside(notices: Notices, n_ranks: int) -> None:
     """Warns if mpiexec, srun or torchrun has started several of these launchers: each starts all ranks of a run."""
     with contextlib.suppress(InvalidArgument):  # some variable is wrong, perhaps of a launcher that is none
-        outer = read_environment(dict(os.environ))
+        outer = read_environment()
         if outer is not None and outer.world_size > 1 and outer.rank == 0:
             notices.print(
                 f"gradsync: warning: this is one of {outer.world_size} launchers (by the variables of {outer.source}), "

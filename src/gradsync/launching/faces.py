@@ -295,9 +295,9 @@ def _secret_for(host: str) -> bytes | None:
     Raises:
         AuthenticationError: there is none, and other machines can reach the server.
     """
-    from gradsync.environment import SECRET, SECRET_FILE, take_secret
+    from gradsync.environment import SECRET, SECRET_FILE, read_secret
 
-    secret = take_secret()
+    secret = read_secret()
     if secret is None and not is_loopback(host):
         raise AuthenticationError(
             f"launcher at {host} needs a secret, because other machines can reach this address: put a secret into a "

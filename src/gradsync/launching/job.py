@@ -25,8 +25,9 @@ from gradsync.arguments import (
     parse_address,
     port_beside,
 )
-from gradsync.environment import ALLOW_SHARED_GPU, variables_of_mpi
+from gradsync.environment import ALLOW_SHARED_GPU
 from gradsync.errors import BackendUnavailable, InvalidArgument
+from gradsync.launchers import RUN_ID, RUN_ID_OF_GRADSYNC, variables_of_mpi
 from gradsync.machine import address_towards, blas_thread_variables, count_gpus, interface_of, visible_gpus
 from gradsync.rendezvous.secret_files import Endpoint
 
@@ -171,10 +172,6 @@ def rank_environment(
     rank = str(job.rank_start + local_rank)
     world_size = str(job.world_size)
     own: dict[str, str] = {
-        environment.RANK: rank,
-        environment.WORLD_SIZE: world_size,
-        environment.LOCAL_RANK: str(local_rank),
-        environment.LOCAL_WORLD_SIZE: str(job.n_ranks),
         environment.ADDRESS: endpoint.address,
         environment.BACKEND: job.backend,
         "RANK": rank,
@@ -184,14 +181,11 @@ def rank_environment(
         "MASTER_ADDR": job.master_addr,
         "MASTER_PORT": str(master_port),
     }
-    if endpoint.secret:
-        own[environment.HOSTED] = "1"
     if job.gpus is not None:
         own["CUDA_VISIBLE_DEVICES"] = job.gpus[local_rank]
     # Ranks do not inherit these variables: a secret of this process belongs to a different run, and the variables of
     # mpiexec describe this process.
-    of_gradsync = {environment.SECRET, environment.SECRET_FILE, environment.HOSTED}
-    removed = job.removed_variables | of_gradsync | variables_of_mpi(environ)
+    removed = job.removed_variables | {environment.SECRET, environment.SECRET_FILE} | variables_of_mpi(environ)
     kept = {name: value for name, value in environ.items() if name not in removed}
     blas = blas_thread_variables(job.n_ranks, environ)
     torchrun = {
@@ -203,7 +197,7 @@ def rank_environment(
         "ROLE_WORLD_SIZE": world_size,
         "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
-        "TORCHELASTIC_RUN_ID": f"gradsync-{os.getpid()}",
+        RUN_ID: f"{RUN_ID_OF_GRADSYNC}{os.getpid()}",
         # With this value rank 0 hosts PyTorch's store at MASTER_PORT, because no agent of torchrun hosts the store.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",

@@ -19,8 +19,8 @@ from gradsync.environment import (
     HOW_TO_MAKE_A_SECRET_FILE,
     SECRET_FILE,
     parse_secret,
+    read_secret,
     read_secret_option,
-    take_secret,
 )
 from gradsync.errors import InvalidArgument, RendezvousError, RendezvousTimeout
 from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path, wait_for
@@ -76,7 +76,7 @@ def check_nodes(
         raise InvalidArgument(
             f"--rendezvous needs an address of the machine with --node-rank 0, by which the others reach it, got {host}"
         )
-    secret = take_secret() if secret_file is None else read_secret_option(secret_file)
+    secret = read_secret() if secret_file is None else read_secret_option(secret_file)
     if secret is None:
         raise InvalidArgument(
             f"--nnodes {nnodes} needs --secret-file (or {SECRET_FILE}), so that nobody else can join the run: make one "

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gradsync.environment import SECRET_FILE
+from gradsync.environment import SECRET_FILE, SECRET_IN_MEMORY
 from gradsync.errors import InvalidArgument
 from gradsync.launching.in_rank.guard import ENDED, MESSAGE, STARTED, Descriptors
 from gradsync.launching.in_rank.result import ErrorReport, read_report
@@ -67,7 +67,7 @@ def start_record(target: Target, secret: bytes, *, shows_lines: bool, has_others
     record = marshal.dumps(target.record | {"shows_lines": shows_lines, "has_others": has_others})
     with contextlib.ExitStack() as stack:
         program = stack.enter_context(_file_in_memory("gradsync-start", record))
-        secrets = stack.enter_context(_file_in_memory("gradsync-secret", secret.hex().encode())) if secret else -1
+        secrets = stack.enter_context(_file_in_memory(SECRET_IN_MEMORY, secret.hex().encode())) if secret else -1
         yield StartRecord(program, secrets)
 
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradsync.environment import RankEnvironment
 from gradsync.errors import BackendUnavailable, MpiError, RendezvousTimeout, uncaught_error
+from gradsync.launchers import RankEnvironment
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.hosting import Share
