@@ -216,6 +216,7 @@ class _Screen:
         self._is_ending = False
         self._selector = selectors.PollSelector()  # epoll refuses files, and /dev/null
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._wake)  # not by the thread: `end` may write while the thread ends
         self._selector.register(self._wake, selectors.EVENT_READ)
 
     def add(self, stream: _Stream) -> None:
@@ -259,7 +260,6 @@ class _Screen:
                 if stream.due is not None and stream.due <= time.monotonic():
                     self._show_unfinished(stream)
         self._selector.close()
-        os.close(self._wake)
 
     def _read(self, stream: _Stream) -> None:
         try:

@@ -251,18 +251,21 @@ class RankProcess:
 
     def _end_untold(self, code: int) -> None:
         """Records the end of a rank whose guard has never begun, or was killed; `code` is the process's exit code."""
-        pid = self.outcome.pid
+        pid, command = self.outcome.pid, " ".join(self._command_line)
+        is_wrapped = len(self._command_line) > 1
         ended = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        if pid:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-            text = f"its guard (pid {self._process.pid}) {ended}, and the rank with it"
-            code = min(code, 0) or -signal.SIGKILL
-        else:
-            text = f"{' '.join(self._command_line)} {ended} before the rank began"
+        if not pid:
+            text = f"{command} {ended} before the rank began"
             if code == 0:
                 text += ": it needs to run the Python that follows, and to wait for its end"
             code = code or 1
+        else:
+            who = command if is_wrapped else "its guard"
+            text = f"{who} (pid {self._process.pid}) {ended}, and the rank with it"
+            code = min(code, 0) or -signal.SIGKILL
+            if not is_wrapped:  # behind a wrapper, `pid` may be that of another pid namespace
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
         self._end(code)
         if self.outcome.error is None:
             self.outcome.error = ErrorReport(f"gradsync: {text}\n", text)

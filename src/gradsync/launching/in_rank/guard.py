@@ -37,7 +37,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WARNING = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 _TO_RANK_ALONE = (*WARNING, signal.SIGKILL)  # after SIGKILL, `_end` kills the others, but for helpers that clean up
 _FORWARD_AFTER_SECONDS = 0.05
-_CAME_BEFORE_SECONDS = 1.0  # how long the launcher may take to ask for a signal that every process got at once
+_CAME_BEFORE_SECONDS = 3.0  # how long a busy launcher may take to ask for a signal that every process got at once
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
