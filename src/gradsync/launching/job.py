@@ -169,8 +169,11 @@ def rank_environment(
         restart: the number of restarts before this start of the ranks.
         environ: the environment variables of this process.
     """
-    rank = str(job.rank_start + local_rank)
-    world_size = str(job.world_size)
+    rank, world_size = str(job.rank_start + local_rank), str(job.world_size)
+    # Ranks do not inherit these variables: a secret of this process belongs to a different run, and the variables of
+    # mpiexec describe this process.
+    removed = job.removed_variables | {environment.SECRET, environment.SECRET_FILE} | variables_of_mpi(environ)
+    kept = {name: value for name, value in environ.items() if name not in removed}
     own: dict[str, str] = {
         environment.ADDRESS: endpoint.address,
         environment.BACKEND: job.backend,
@@ -183,11 +186,6 @@ def rank_environment(
     }
     if job.gpus is not None:
         own["CUDA_VISIBLE_DEVICES"] = job.gpus[local_rank]
-    # Ranks do not inherit these variables: a secret of this process belongs to a different run, and the variables of
-    # mpiexec describe this process.
-    removed = job.removed_variables | {environment.SECRET, environment.SECRET_FILE} | variables_of_mpi(environ)
-    kept = {name: value for name, value in environ.items() if name not in removed}
-    blas = blas_thread_variables(job.n_ranks, environ)
     torchrun = {
         # torchrun calls a machine a group. These values are right if all machines have equally many ranks.
         "GROUP_RANK": str(job.rank_start // job.n_ranks),
@@ -202,27 +200,28 @@ def rank_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    return _nccl_variables(job) | kept | blas | torchrun | dict(job.variables) | own
+    return kept | _added_variables(job, environ) | torchrun | dict(job.variables) | own
 
 
 def log_added_variables(job: Job, environ: Mapping[str, str] = os.environ) -> None:
     """Logs the variables (of NCCL, and for the number of threads) that the launcher sets and the user has not set."""
     environment.configure_logging(environ)
-    added = _nccl_variables(job) | blas_thread_variables(job.n_ranks, environ)
-    names = " ".join(f"{name}={value}" for name, value in added.items() if name not in environ)
+    names = " ".join(f"{name}={value}" for name, value in _added_variables(job, environ).items())
     if names:
         import logging  # imported here to keep the start short
 
         logging.getLogger("gradsync").info("variables that gradsync sets in the ranks, unless you set them: %s", names)
 
 
-def _nccl_variables(job: Job) -> dict[str, str]:
-    """Returns variables that make NCCL use the interface of `own_address`; the user's variables take precedence."""
+def _added_variables(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that a user may set, and has not set: threads, and NCCL's interface towards the server."""
+    added = blas_thread_variables(job.n_ranks, environ)
     interface = None if job.own_address is None else interface_of(job.own_address)
-    if job.own_address is None or interface is None:
-        return {}
-    family = {"NCCL_SOCKET_FAMILY": "AF_INET6"} if ":" in job.own_address else {}
-    return {"NCCL_SOCKET_IFNAME": f"={interface}"} | family  # "=" asks for an exact match
+    if job.own_address is not None and interface is not None:
+        added["NCCL_SOCKET_IFNAME"] = f"={interface}"  # "=" asks for an exact match
+        if ":" in job.own_address:
+            added["NCCL_SOCKET_FAMILY"] = "AF_INET6"
+    return {name: value for name, value in added.items() if name not in environ}
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
@@ -245,7 +244,10 @@ def parse_gpus(gpus: str | Sequence[int | str]) -> tuple[str, ...]:
         raise InvalidArgument(f'gpus needs to be text such as "0,1" or a list of GPUs, got {gpus!r}')
     names: list[str] = []
     for entry in gpus.split(",") if isinstance(gpus, str) else gpus:
-        name = _name_of(entry, gpus)
+        name = str(entry if isinstance(entry, str) else integer_of(entry)).strip()
+        if not name.isascii() or not _GPU.fullmatch(name):
+            raise InvalidArgument(f"gpus needs numbers from 0, GPU-... or MIG-... names, got {entry!r} in {gpus!r}")
+        name = str(int(name)) if name.isdigit() else name
         if name in names:
             raise InvalidArgument(
                 f"gpus names GPU {name} twice: {gpus!r}; name each GPU once (if ranks should share "
@@ -283,15 +285,6 @@ def choose_gpus(gpus: str | Sequence[int | str], n_ranks: int, environ: Mapping[
     for name in names:
         _check_visible(name, environ)
     return [names[rank % len(names)] for rank in range(n_ranks)]
-
-
-def _name_of(entry: int | str, gpus: str | Sequence[int | str]) -> str:
-    """Returns an entry of the user's list in the syntax of CUDA_VISIBLE_DEVICES."""
-    number = entry if isinstance(entry, str) else integer_of(entry)
-    text = str(number).strip()
-    if not text.isascii() or not _GPU.fullmatch(text):
-        raise InvalidArgument(f"gpus needs numbers from 0, GPU-... or MIG-... names, got {entry!r} in {gpus!r}")
-    return str(int(text)) if text.isdigit() else text
 
 
 def _check_visible(name: str, environ: Mapping[str, str]) -> None:
