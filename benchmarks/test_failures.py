@@ -58,7 +58,6 @@ def failing(_: str, failure: str, script: Path, all_ended: list[float]) -> Step:
                 variables = {
                     "GRADSYNC_ADDRESS": address,
                     "GRADSYNC_SECRET": secret,
-                    "GRADSYNC_HOSTED": "1",
                     "WORLD_SIZE": "2",
                 }
             run = stack.enter_context(started(command, env=os.environ | variables, stderr=subprocess.STDOUT))

@@ -83,9 +83,3 @@ def _no_gradients_of_another_test() -> Iterator[None]:
     """Gradients that a test forgets, by an error or on purpose, fail neither the next test nor pytest itself."""
     yield
     forgotten._forget_after_fork()  # there is no other way to be rid of them, and a user never has to
-
-
-@pytest.fixture(autouse=True)
-def _no_secret_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process keeps the secret of its run; tests that share one must not."""
-    monkeypatch.setattr("gradsync.environment._secret", None)

@@ -57,6 +57,7 @@ TESTS = Path(__file__).parent
 _MAX_POOLS = 4  # that one pytest process keeps
 _OTHERS_FAIL_SECONDS = 10.0  # how long the others may take to fail, too, once one has
 
+_OF_LAUNCHERS = "GRADSYNC_", "RANK", "WORLD_SIZE", "LOCAL_", "TORCHELASTIC_"
 _context = multiprocessing.get_context("forkserver")
 # What each rank would import anew: most of what an empty one costs.
 _context.set_forkserver_preload(
@@ -251,12 +252,11 @@ class Ranks:
         self._server.start()
         for rank in range(self._size):
             variables = {
-                "GRADSYNC_RANK": str(rank),
-                "GRADSYNC_WORLD_SIZE": str(self._size),
-                "GRADSYNC_LOCAL_RANK": str(rank),
-                "GRADSYNC_LOCAL_WORLD_SIZE": str(self._size),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self._size),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(self._size),
                 "GRADSYNC_ADDRESS": self._server.address,
-                "GRADSYNC_HOSTED": "1",
                 "GRADSYNC_SECRET": secret.hex(),
             }
             variables |= self._environment
@@ -299,6 +299,13 @@ class Ranks:
                 outcomes |= dict.fromkeys(open_ones.values(), ("failed", None, "still running", time.monotonic()))
                 break
         return outcomes
+
+
+def become(**variables: object) -> None:
+    """Gives this process the variables of another launcher, instead of those by which this kit's ranks meet."""
+    for name in [name for name in os.environ if name.startswith(_OF_LAUNCHERS)]:
+        del os.environ[name]
+    os.environ.update({name: str(value) for name, value in variables.items()})
 
 
 def _new_python(command: list[str], variables: dict[str, str], arguments: tuple[Any, ...]) -> subprocess.Popen[bytes]:
@@ -346,14 +353,14 @@ def serve(
     pipe.connect(path)
     with Connection(pipe.detach()) as connection:
         if not joins:
-            rank = int(os.environ["GRADSYNC_RANK"])
+            rank = int(os.environ["RANK"])
             connection.send((rank, None, ""))
             _serve(connection, rank)
             return
         try:
             comm = gs.init_process_group(**options)
         except BaseException as error:
-            rank = int(os.environ.get("GRADSYNC_RANK", os.environ.get("PMI_RANK", "0")))
+            rank = int(os.environ.get("RANK", os.environ.get("PMI_RANK", "0")))
             connection.send((rank, *_told(error)))
             return
         with comm:

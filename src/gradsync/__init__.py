@@ -12,20 +12,6 @@ import sys
 
 __version__ = "0.3.0.dev0"
 
-# For the error of an unknown name: a name of PyTorch -> gradsync's code for the same purpose.
-_FOREIGN = {
-    "get_rank": "gs.get_communicator().rank",
-    "get_world_size": "gs.get_communicator().world_size",
-    "all_reduce": "gs.get_communicator().all_reduce(...)",
-    "broadcast": "gs.get_communicator().broadcast(...)",
-    "barrier": "gs.get_communicator().barrier()",
-    "DistributedDataParallel": "gs.AllreduceCallback and a hook of each parameter (examples/torch_loop.py)",
-    "DistributedSampler": "gs.shard_indices(len(data), epoch)",
-    "clip_grad_norm_": 'gs.AllreduceCallback("mean", clip_norm=1.0)',
-    "no_sync": "arrays of your own to add gradients up in, and hand over each sum once",
-    "Join": 'gs.AllreduceCallback("sum"), with the number of samples as one more gradient (docs/uneven.md)',
-}
-
 
 def _read_homes() -> dict[str, str]:
     """Returns the public names, each with the module from which __init__.pyi imports the name."""
@@ -51,11 +37,9 @@ def __getattr__(name: str) -> object:
     if home == "gradsync":  # a module
         return importlib.import_module(f"gradsync.{name}")
     if home is None:
-        from gradsync.arguments import did_you_mean
-        from gradsync.removed import no_attribute
+        from gradsync.words import no_attribute
 
-        advice = "" if name.startswith("_") else did_you_mean(name, __all__, _FOREIGN)
-        no_attribute("gradsync", "module 'gradsync'", name, advice)
+        no_attribute("gradsync", "module 'gradsync'", name, __all__)
     value: object = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

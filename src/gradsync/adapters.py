@@ -1,5 +1,5 @@
 """Tells who imports this module of 0.2 what to write instead. It goes in 0.4, with removed.py."""
 
-from gradsync.removed import no_module
+from gradsync.words import no_module
 
 no_module("adapters")

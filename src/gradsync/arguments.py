@@ -1,4 +1,4 @@
-"""Checks arguments of public functions: numbers, addresses and the names of keyword arguments.
+"""Checks arguments of public functions: numbers and addresses.
 
 The checks accept numbers of Python and NumPy, but do not accept True and False as numbers. The command line and every
 rank import this file, so it imports very little.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -60,42 +59,6 @@ def check_port(who: str, name: str, value: Any) -> int:
         InvalidArgument: the value is not a port number.
     """
     return check_integer(who, name, value, 0, LARGEST_PORT)
-
-
-def refuse_words(who: str, given: Mapping[str, object], known: Iterable[str], foreign: Mapping[str, str]) -> None:
-    """Raises an error for the first unknown keyword argument of a function, if there is one.
-
-    Args:
-        who: the function's name, for the error.
-        given: the unknown arguments, by name.
-        known: the names of the function's arguments.
-        foreign: a mapping from names that other libraries use for the arguments, to advice for the user.
-
-    Raises:
-        TypeError: there is an unknown argument.
-    """
-    for name in given:
-        raise TypeError(f"{who}() got an unexpected keyword argument {name!r}{did_you_mean(name, known, foreign)}")
-
-
-def did_you_mean(name: str, known: Iterable[str], foreign: Mapping[str, str] = {}) -> str:
-    """Returns advice for a user who has used an unknown name.
-
-    Args:
-        name: the unknown name.
-        known: the known names.
-        foreign: a mapping from names that other libraries use, to gradsync's names for the same things.
-
-    Returns:
-        Text such as ": use threshold_bytes" for a name of another library; otherwise text such as ": did you mean
-        clip_norm?" with the most similar known name; "" if no known name is similar.
-    """
-    if name in foreign:
-        return f": use {foreign[name]}"
-    from difflib import get_close_matches  # imported here: only errors need it
-
-    close = get_close_matches(name, list(known), n=1, cutoff=0.7)
-    return f": did you mean {close[0]}?" if close else ""
 
 
 def is_number(value: object) -> bool:

@@ -19,8 +19,9 @@ from gradsync.backends import TABLE
 from gradsync.communicators.backend import Backend
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.lifetime import culprit_of
-from gradsync.environment import BACKEND, SOURCES_WITH_MPI, RankEnvironment, WorldSettings
+from gradsync.environment import BACKEND
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, describe
+from gradsync.launchers import SOURCES_WITH_MPI, RankEnvironment, WorldSettings
 from gradsync.machine import count_gpus
 
 if TYPE_CHECKING:

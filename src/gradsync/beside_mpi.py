@@ -24,15 +24,9 @@ from gradsync.communicators.agreement import digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.lifetime import culprit_of
 from gradsync.communicators.mpi import job
-from gradsync.environment import (
-    ALLOW_SHARED_GPU,
-    COLLECTIVE_TIMEOUT_SECONDS,
-    FROM_MPI,
-    RankEnvironment,
-    WorldSettings,
-    read_environment,
-)
+from gradsync.environment import ALLOW_SHARED_GPU, COLLECTIVE_TIMEOUT_SECONDS
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, describe, uncaught_error
+from gradsync.launchers import FROM_MPI, RankEnvironment, WorldSettings, read_environment
 from gradsync.machine import address_towards, count_gpus, machine_identity, own_addresses
 from gradsync.rendezvous.client import RendezvousClient
 

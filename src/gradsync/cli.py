@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shlex
 import signal
 import sys
+from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 import click
@@ -11,9 +15,9 @@ import click
 from gradsync import __version__
 from gradsync.arguments import DEFAULT_GRACE_SECONDS, LARGEST_PORT
 from gradsync.backends import BACKENDS, TABLE
-from gradsync.environment import BACKEND, COLLECTIVE_TIMEOUT_SECONDS, SECRET, SECRET_FILE
+from gradsync.environment import BACKEND, SECRET, SECRET_FILE
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RendezvousError
-from gradsync.removed import refuse_removed
+from gradsync.words import hint, refuse_removed
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
@@ -30,45 +34,61 @@ class _Failure(click.ClickException):
         click.echo(f"gradsync: error: {self.format_message()}", file=file or sys.stderr)
 
 
-def _refuse_removed(where: str, word: str) -> None:
-    try:
-        refuse_removed(where, word)
-    except InvalidArgument as error:
-        raise _Failure(error) from None
-
-
 class _Commands(click.Group):
-    """A group of commands that shows gradsync's errors without a traceback, and refuses removed words with advice."""
+    """A group of commands that shows gradsync's errors without a traceback, with advice for words that do not exist."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        with _with_advice():
+            try:
+                return super().parse_args(ctx, args)
+            except click.NoSuchOption as error:
+                if any(error.option_name in option.opts for option in run.params):
+                    ctx.fail(f"{error.format_message()} Did you mean: gradsync run {shlex.join(given)}")
+                raise
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if self.get_command(ctx, args[0]) is None:
-            _refuse_removed("gradsync (command)", args[0])
+        word = args[0]
+        if self.get_command(ctx, word) is None:
+            with _with_advice():
+                refuse_removed("gradsync (command)", word)
+            is_script = word.endswith(".py") or os.path.exists(word)
+            advice = f": did you mean gradsync run {word}?" if is_script else ""
+            ctx.fail(f"No such command {word!r}{advice or hint('gradsync (command)', word, self.commands)}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
-        except GradsyncError as error:
-            raise _Failure(error) from None
-        except click.MissingParameter as error:
-            if error.param is None or error.param.name != "script":
-                raise
-            example = "For example: gradsync run -n 2 train.py"
-            raise click.MissingParameter(example, error.ctx, error.param) from None
-        except click.NoSuchOption as error:
-            if error.ctx is not None and error.ctx.command is run:
-                _refuse_removed("gradsync run", error.option_name)
-            if error.option_name != "--timeout" or error.ctx is None or error.ctx.command is not run:
-                raise
-            advice = (
-                "No such option '--timeout'. To limit how long a collective waits for a rank, set the variable "
-                f"{COLLECTIVE_TIMEOUT_SECONDS}, in seconds."
-            )
-            raise click.NoSuchOption("--timeout", advice, ctx=error.ctx) from None
+            with _with_advice():
+                return super().invoke(ctx)
         except KeyboardInterrupt:  # click would exit with 1 if no supervisor handles Ctrl-C
             sys.exit(128 + signal.SIGINT)
+
+
+@contextlib.contextmanager
+def _with_advice() -> Iterator[None]:
+    """Turns errors of gradsync into one line, and adds advice to errors of the command line of `gradsync run`."""
+    try:
+        yield
+    except GradsyncError as error:
+        raise _Failure(error) from None
+    except click.MissingParameter as error:
+        if error.param is None or error.param.name != "script":
+            raise
+        example = "For example: gradsync run -n 2 train.py"
+        raise click.MissingParameter(example, error.ctx, error.param) from None
+    except click.NoSuchOption as error:
+        if error.ctx is None or error.ctx.command is not run:
+            raise
+        with _with_advice():
+            refuse_removed("gradsync run", error.option_name)
+        if advice := hint("gradsync run", error.option_name):
+            raise click.NoSuchOption(
+                error.option_name, f"No such option {error.option_name!r}{advice}.", ctx=error.ctx
+            ) from None
+        raise
 
 
 class _Integer(click.IntRange):
@@ -78,7 +98,7 @@ class _Integer(click.IntRange):
         return super().convert(click.INT.convert(value, param, ctx), param, ctx)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="gradsync")
 def main() -> None:
     """Synchronises gradients between processes: launcher, check of this machine, rendezvous server."""
@@ -89,24 +109,10 @@ def main() -> None:
     context_settings={"allow_interspersed_args": False},
     epilog="""\b
 Examples:
-  gradsync run -n 4 train.py --lr 0.1         four ranks of a script
+  gradsync run -n 4 train.py --lr 0.1         four ranks of a script; what follows SCRIPT goes to it
   gradsync run -n 2 --gpus 2,3 -m my.train    two ranks of a module, each with a GPU of its own
-  gradsync run -n 4 --max-restarts 3 train.py start again after a failure
   gradsync run -n 4 --stdin 2 train.py        breakpoint() works in rank 2
   gradsync run -n 8 --nnodes 2 --node-rank 0 --rendezvous head:29400 --secret-file gradsync.secret train.py
-                                              sixteen ranks on two machines; type the same on the other machine,
-                                              with --node-rank 1
-
-\b
-Exit codes:
-  0      all ranks ended with 0
-  1      a rank raised an exception, or gradsync could not start the ranks
-  2      the command line is wrong, or the script ended with 2
-  130    the user pressed Ctrl-C
-  128+n  signal n ended gradsync, or killed the rank whose failure ended the run
-  other  the exit code of the rank whose failure ended the run
-
-Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT to the script.
 """,
 )
 @click.option(
@@ -114,45 +120,42 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     "--nprocs",
     "--nproc-per-node",
     type=_Integer(min=1),
-    help="Number of ranks on this machine.  [default: one per GPU in --gpus; without --gpus, one per visible GPU; "
-    "without a GPU, one per usable core]",
+    metavar="N",
+    help="Ranks on this machine.  [default: one per GPU in --gpus, else per visible GPU, else per core]",
 )
-@click.option(
-    "--gpus",
-    metavar="IDS",
-    help="GPUs, such as 0,1. Each rank sees only one of these GPUs.",
-)
+@click.option("--gpus", metavar="IDS", help="GPUs, such as 0,1. Each rank sees one of them.")
 @click.option(
     "--backend",
     type=click.Choice(BACKENDS),
     default="auto",
     envvar=BACKEND,
-    show_default=True,
     show_envvar=True,
-    help="Backend of the collectives. auto means nccl if each rank has a GPU of its own; otherwise local for one rank, "
-    "and shm for several ranks on one machine. mpi needs mpiexec instead of this command.",
+    help="auto: nccl if each rank has a GPU, else shm; local for one rank. mpi needs mpiexec.",
 )
 @click.option(
     "--max-restarts",
     type=_Integer(min=0),
+    metavar="N",
     default=0,
-    show_default=True,
-    help="Largest number of restarts, on one machine. A restart starts all ranks again after a rank has failed.",
+    help="How often all ranks start again after a failure, on one machine.",
 )
 @click.option(
-    "--log-dir",
-    metavar="DIR",
-    help="Also write each rank's output to its own file in DIR. gradsync first removes the logs of an earlier run "
-    "from DIR.",
+    "--wrap",
+    metavar="COMMAND",
+    default="",
+    help='Starts the Python of each rank, such as "numactl -N0" or "nsys profile".',
+)
+@click.option(
+    "--log-dir", metavar="DIR", help="Also write each rank's output to DIR, and first remove older logs there."
 )
 @click.option(
     "--grace",
     "grace_seconds",
     type=click.FloatRange(min=0),
+    metavar="SECONDS",
     default=DEFAULT_GRACE_SECONDS,
     show_default=True,
-    help="Seconds that ranks have to end after gradsync has asked them to end. Then gradsync kills the ranks that "
-    "still run.",
+    help="How long ranks may take to end when asked to, before they are killed.",
 )
 @click.option(
     "--stdin",
@@ -160,59 +163,40 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     metavar="RANK",
     default="0",
     show_default=True,
-    help="The rank that reads standard input, or none. The other ranks read /dev/null.",
+    help="The rank that reads standard input, or none.",
 )
 @click.option(
-    "--prefix/--no-prefix",
-    default=None,
-    help="Show the rank before each line.  [default: with 2 or more ranks on this machine, or several machines]",
+    "--prefix/--no-prefix", default=None, help="Show the rank before each line.  [default: with several ranks]"
 )
-@click.option(
-    "--nnodes", type=_Integer(min=1), help="Number of machines. Start one gradsync run on each.  [default: 1]"
-)
+@click.option("--nnodes", type=_Integer(min=1), metavar="N", help="Number of machines: one gradsync run on each.")
 @click.option(
     "--node-rank",
     type=_Integer(min=0),
-    help="This machine's number K, from 0. With -n P, the same on every machine, its ranks are K * P and so on.",
+    metavar="K",
+    help="This machine's number, from 0. With -n P its ranks are K * P and so on.",
 )
-@click.option(
-    "--rendezvous",
-    metavar="HOST:PORT",
-    help="Address of the machine with --node-rank 0, and a free port on that machine. Pass the same value on every "
-    "machine.",
-)
+@click.option("--rendezvous", metavar="HOST:PORT", help="Machine 0 and a free port there, the same on every machine.")
 @click.option(
     "--secret-file",
     metavar="FILE",
-    help=f"File of mode 0600 with the secret that all machines share, or - for a line of standard input.  "
-    f"[default: the secret in {SECRET}, else in the file that {SECRET_FILE} names]",
+    help=f"Has the secret of all machines, with mode 0600; - is standard input.  [default: {SECRET_FILE}, {SECRET}]",
 )
 @click.option(
-    "--trace",
-    "trace_dir",
-    metavar="DIR",
-    help="Directory for a Chrome trace of each rank, and of all ranks: when a rank packed, waited and reduced. At the "
-    "end gradsync prints where a step's time went, and which rank the others waited for most.",
+    "--trace", "trace_dir", metavar="DIR", help="Write Chrome traces; at the end, say where a step's time went."
 )
-@click.option(
-    "--debug",
-    is_flag=True,
-    help="With NCCL: compare every collective and message between the ranks before it is launched. This is slow, and "
-    "finds which ranks differ where a job hangs.",
-)
+@click.option("--debug", is_flag=True, help="With NCCL: compare every call between the ranks before its launch (slow).")
 @click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
 @click.pass_context
 def run(context: click.Context, /, **options: Any) -> None:
-    """Runs SCRIPT in several rank processes on this machine, or on several machines with --nnodes.
+    """Runs SCRIPT in several rank processes, on this machine or on several.
 
-    SCRIPT calls gradsync.init_process_group(), which needs no arguments. Each rank finds RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as under torchrun. When a rank fails, gradsync
-    ends the other ranks, and then reports which rank was the cause, with its traceback. When a rank ends, gradsync ends
-    all processes that the rank has started. Ctrl-C asks all ranks to end; a second Ctrl-C kills them.
+    SCRIPT calls gradsync.init_process_group(). When a rank fails, gradsync ends the others, and shows the cause last,
+    with its traceback; the exit code is that of this rank, or 128 + n of a signal. Ctrl-C asks all ranks to end, and a
+    second Ctrl-C kills them.
     """
-    from gradsync.launching.run import run_command
+    from gradsync.launching.command import run_command
 
     own_options = {name for option in context.command.params for name in (*option.opts, *option.secondary_opts)}
     sys.exit(run_command(**options, own_options=own_options))
@@ -253,7 +237,7 @@ def doctor(**options: Any) -> None:
     The command tries the backend "local" only if --backend or GRADSYNC_BACKEND names it.
     """
     try:
-        from gradsync.doctor.command import doctor as examine
+        from gradsync.doctor import doctor as examine
     except ImportError as error:
         raise BackendUnavailable(
             f"a library that gradsync needs does not load here ({error}): "
@@ -274,10 +258,9 @@ def doctor(**options: Any) -> None:
 def serve(world_size: int, host: str, port: int, secret_file: str | None) -> None:
     """Runs only a rendezvous server, for ranks that gradsync did not start.
 
-    The command prints the address at which the server listens. Set three variables for each rank. GRADSYNC_ADDRESS is
-    this address; with --host 0.0.0.0, put an address of this machine in place of 0.0.0.0. GRADSYNC_HOSTED is 1, so that
-    rank 0 starts no second server. GRADSYNC_SECRET_FILE is the path of a file with the same secret. Ctrl-C or SIGTERM
-    ends the server.
+    The command prints the address at which the server listens. Set two variables for each rank. GRADSYNC_ADDRESS is
+    this address; with --host 0.0.0.0, put an address of this machine in place of 0.0.0.0. GRADSYNC_SECRET_FILE is the
+    path of a file with the same secret. Ctrl-C or SIGTERM ends the server.
     """
     from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, read_secret_option
     from gradsync.rendezvous.server import RendezvousServer
@@ -307,7 +290,6 @@ def _print_exports(address: str, secret_file: str) -> None:
     from gradsync import environment
 
     click.echo(f"export {environment.ADDRESS}={shlex.quote(address)}", err=True)
-    click.echo(f"export {environment.HOSTED}=1", err=True)
     if secret_file != "-":
         click.echo(f"export {environment.SECRET_FILE}={shlex.quote(os.path.abspath(secret_file))}", err=True)
 

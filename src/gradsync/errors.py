@@ -2,7 +2,7 @@
 
 Each class except GradsyncError also derives from a built-in exception (ValueError, TimeoutError, ...). All errors can
 be pickled, because gradsync sends errors between processes. `WorkerError` and `MainProcessError` are in
-`launching/launch.py`: they derive from `multiprocessing.ProcessError`, and importing gradsync must not import
+`launching/calls.py`: they derive from `multiprocessing.ProcessError`, and importing gradsync must not import
 multiprocessing.
 """
 

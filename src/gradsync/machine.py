@@ -6,15 +6,20 @@ The module also has run_with_timeout(), for functions that may hang, and Latch, 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from gradsync.errors import BackendUnavailable
+from gradsync.errors import BackendUnavailable, InvalidArgument
+
+if TYPE_CHECKING:
+    import socket
 
 #: The variables that set the number of threads of linear algebra libraries.
 BLAS_VARIABLES = (
@@ -60,6 +65,18 @@ def read_stat(pid: int) -> ProcessStat | None:
         return ProcessStat(fields[0].decode(), int(fields[1]), fields[19].decode())
     except (OSError, IndexError):
         return None
+
+
+def current_folder() -> str:
+    """Returns the path of the current directory.
+
+    Raises:
+        InvalidArgument: the directory has been removed.
+    """
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise InvalidArgument("the current directory has been removed; change to one that exists (cd)") from None
 
 
 def boot_id() -> str:
@@ -118,6 +135,21 @@ class Latch:
         return was_set or self.is_set
 
 
+HOW_TO_RAISE_THE_LIMIT = "raise the limit of processes and threads (ulimit -u; in a container, the pids limit)"
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Starts a thread.
+
+    Raises:
+        BackendUnavailable: the system allows no more threads.
+    """
+    try:
+        thread.start()
+    except RuntimeError:
+        raise BackendUnavailable(f"the thread {thread.name!r} cannot be started; {HOW_TO_RAISE_THE_LIMIT}") from None
+
+
 def run_with_timeout(
     function: Callable[[], _Result], name: str, seconds: float, check: Callable[[], None] | None = None
 ) -> _Result:
@@ -152,7 +184,7 @@ def run_with_timeout(
             ended.set()
 
     deadline = time.monotonic() + seconds
-    threading.Thread(target=run, name=name, daemon=True).start()
+    start_thread(threading.Thread(target=run, name=name, daemon=True))
     while not ended.wait(_CHECK_EVERY_SECONDS):
         if check is not None:
             check()
@@ -356,6 +388,46 @@ def _lines(path: str) -> list[str]:
 
 # -- Network: only for launchers, and ranks on several machines ------------------------------------------------------
 
+_MOST_RESERVATIONS = 64
+# Descriptors: Python would print a warning for each socket object that is still open at exit.
+_reservations: deque[int] = deque()
+
+
+def free_port() -> int:
+    """Returns a TCP port that is not in use, for a server on any interface of this machine.
+
+    This process keeps a socket bound to each of its 64 newest ports, so that the kernel gives the port to no other
+    program that asks for any free port, and uses it for no outgoing connection. A server can bind the port all the same
+    if it sets SO_REUSEADDR, as nearly all servers do (not: socketserver, unless `allow_reuse_address` is set). Nothing
+    keeps another program from asking for this very number, and nothing keeps the port once this process has ended.
+
+    Raises:
+        OSError: no port is free, or too many files are open.
+    """
+    reservation = reserve_port()
+    port: int = reservation.getsockname()[1]
+    _reservations.append(reservation.detach())
+    if len(_reservations) > _MOST_RESERVATIONS:
+        os.close(_reservations.popleft())
+    return port
+
+
+def reserve_port() -> socket.socket:
+    """Returns a socket that is bound to a free port, does not listen, and keeps the port until it is closed."""
+    import socket
+
+    has_ipv6 = socket.has_dualstack_ipv6()
+    reservation = socket.socket(socket.AF_INET6 if has_ipv6 else socket.AF_INET)
+    try:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if has_ipv6:
+            reservation.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # the port is free in IPv4 too
+        reservation.bind(("", 0))
+    except OSError:
+        reservation.close()
+        raise
+    return reservation
+
 
 def interface_of(address: str) -> str | None:
     """Returns the name of the network interface with an address, such as "eth0"; None if no interface has the address.
@@ -428,3 +500,46 @@ def addresses() -> Iterator[tuple[str, bytes]]:
     for line in _lines("/proc/net/if_inet6"):
         address, *_, name = line.split()
         yield name, bytes.fromhex(address)
+
+
+# -- What a Python lacks that was built on an old system, as those of conda and older ones of uv -----------------------
+
+
+def memory_file(name: str, *, can_be_sealed: bool = False) -> int:
+    """Makes an anonymous file in memory (memfd), which programs that this process starts do not inherit.
+
+    Raises:
+        OSError: the system has none, or forbids it.
+    """
+    flags = 1 | 2 * can_be_sealed  # MFD_CLOEXEC and MFD_ALLOW_SEALING
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, flags)
+    return _call_libc("memfd_create", name.encode(), flags)
+
+
+def open_process(pid: int) -> int:
+    """Returns a descriptor that is readable once a process has ended (pidfd); -1 before Linux 5.3.
+
+    Raises:
+        OSError: there is no such process, or this process may open no more files.
+    """
+    try:
+        if hasattr(os, "pidfd_open"):
+            return os.pidfd_open(pid)
+        return _call_libc("syscall", 434, pid, 0)  # the number of pidfd_open, on every processor
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EPERM):  # containers forbid unknown calls
+            return -1
+        raise
+
+
+def _call_libc(function: str, *arguments: int | bytes) -> int:
+    import ctypes
+
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, function):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), function)
+    result: int = getattr(library, function)(*arguments)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), function)
+    return result

@@ -22,7 +22,6 @@ from gradsync.arguments import (
     DEFAULT_TIMEOUT_SECONDS,
     check_integer,
     is_number,
-    refuse_words,
 )
 from gradsync.backend_choice import (
     NOT_AGREED,
@@ -49,17 +48,10 @@ from gradsync.communicators.world import (
 from gradsync.diagnostics import trace
 from gradsync.environment import (
     ALLOW_SHARED_GPU,
-    ALONE,
     BACKEND,
     COLLECTIVE_TIMEOUT_SECONDS,
-    RankEnvironment,
-    WorldSettings,
-    alone_without_launcher,
     check_removed_variables,
     configure_logging,
-    environment_of_arguments,
-    no_rank_is_known,
-    read_environment,
     warn_of_unknown_variables,
 )
 from gradsync.errors import (
@@ -72,7 +64,17 @@ from gradsync.errors import (
     forget_earlier_error,
     uncaught_error,
 )
-from gradsync.removed import refuse_removed
+from gradsync.launchers import (
+    ALONE,
+    GRADSYNC,
+    RankEnvironment,
+    WorldSettings,
+    alone_without_launcher,
+    environment_of_arguments,
+    no_rank_is_known,
+    read_environment,
+)
+from gradsync.words import refuse_keywords
 
 if TYPE_CHECKING:  # not imported at run time: a world of one rank does not need it, and should start fast
     from gradsync.rendezvous.client import RendezvousClient
@@ -80,11 +82,6 @@ if TYPE_CHECKING:  # not imported at run time: a world of one rank does not need
 
 _log = logging.getLogger("gradsync")
 
-_FOREIGN = {
-    "timeout": "collective_timeout_seconds=... for collectives, or timeout_seconds=... for joining the other ranks",
-    "init_method": 'address="host:port", or leave it out if a launcher has started the ranks',
-    "device_id": 'device="cuda:0"',
-}
 _LEAVING_SECONDS = 5.0  # how long a rank waits at exit for its messages, and one that hosts the server for the others
 _FAILED_JOB_SECONDS = 0.5  # the wait before MPI ends all ranks, so that the other ranks can receive and print the cause
 
@@ -153,9 +150,7 @@ def init_process_group(
     if removed:
         from inspect import signature  # imported here: only errors need it
 
-        for word in removed:
-            refuse_removed("init_process_group", word)
-        refuse_words("init_process_group", removed, signature(init_process_group).parameters, _FOREIGN)
+        refuse_keywords("init_process_group", removed, signature(init_process_group).parameters)
     configure_logging()
     if get_initial_world() is not None:
         raise InvalidArgument("the process group is initialised already: call gs.destroy_process_group() first")
@@ -170,7 +165,7 @@ def init_process_group(
         if not is_number(value) or not value > 0:
             raise InvalidArgument(f"{name} needs to be a number of seconds above 0, got {value!r}")
     place = _find_place(backend, rank, world_size, address)
-    if place.local_rank == 0:  # one warning on each machine is enough
+    if place.local_rank == 0 and place.source != GRADSYNC:  # gradsync's launcher has warned of them
         warn_of_unknown_variables()
     settings = WorldSettings(
         place,
@@ -359,11 +354,17 @@ def _find_place(backend: str, rank: int | None, world_size: int | None, address:
         return _place_without_launcher(backend, address) if environment is None else environment
     size = check_integer("init_process_group", "world_size", world_size, 1)
     number = check_integer(f"init_process_group with world_size={size}", "rank", rank, 0, size - 1)
-    if environment is None:
-        return environment_of_arguments(number, size)
-    if environment.world_size != size:
-        return RankEnvironment(number, size, number, size, address=environment.address, source="arguments")
-    return environment._replace(rank=number)
+    if environment is not None and environment.world_size == size:
+        return environment._replace(rank=number)
+    if environment is not None and address is None and size > 1 and environment.source != "RANK":
+        raise InvalidArgument(
+            f"init_process_group(rank={number}, world_size={size}): this process is rank {environment.rank} of "
+            f"{environment.world_size} of its launcher, and where those meet, {size} ranks cannot meet on their own: "
+            "for a part of the world call init_process_group() on all ranks, and gs.new_group(ranks) then; for a world "
+            "of its own pass address=host:port, an address that is free, too"
+        )
+    place = environment_of_arguments(number, size)
+    return place if size > 1 else place._replace(address=None)  # who is alone needs nobody's server
 
 
 def _place_without_launcher(backend: str, address: str | None) -> RankEnvironment:
@@ -466,6 +467,12 @@ def _destroy_because_of(error: BaseException | None) -> None:
     finally:
         with contextlib.suppress(*([] if error is None else [GradsyncError])):  # raises only the first error
             destroy_process_group()
+
+
+def report_error(error: BaseException) -> None:
+    """Tells the other ranks of an exception that ends this program, in a rank of gradsync's launcher."""
+    if not isinstance(error, PlanMismatch) and _client is not None:
+        _client.report_failure(describe(error), culprit=culprit_of(error))
 
 
 def _leave() -> None:

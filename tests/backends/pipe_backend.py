@@ -22,8 +22,8 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement, Description, LayoutsDiffer, mismatch
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause, exchange_mismatch, raise_if_left
-from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import RankFailed
+from gradsync.launchers import RankEnvironment, WorldSettings
 from gradsync.machine import run_with_timeout
 from gradsync.reduction import Array, ReduceOp, reduce_into
 from gradsync.rendezvous.client import RendezvousClient

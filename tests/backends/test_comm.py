@@ -223,7 +223,7 @@ def test_objects_and_which_rank_this_is(comm):
                 gs_comm.gather(rank, dst=wrong)
 
 
-@pytest.mark.ranks(4, environment={"GRADSYNC_LOCAL_WORLD_SIZE": "3", "GRADSYNC_LOCAL_RANK": "2"})
+@pytest.mark.ranks(4, environment={"LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "2"})
 def test_the_launcher_says_the_local_rank(comm):
     assert (gs_comm.get_local_rank(), gs_comm.get_local_size()) == (2, 3)
 

@@ -73,7 +73,7 @@ def test_a_process_ends_and_the_other_rank_learns_who_left(cli, script, how, lea
     server = RendezvousServer(2, secret=secret)
     server.start()
     try:
-        meeting = {"GRADSYNC_ADDRESS": server.address, "GRADSYNC_HOSTED": "1", "GRADSYNC_SECRET": secret.hex()}
+        meeting = {"GRADSYNC_ADDRESS": server.address, "GRADSYNC_SECRET": secret.hex()}
         meeting |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         ranks = [
             cli.start_program(

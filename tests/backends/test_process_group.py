@@ -14,6 +14,7 @@ import pytest
 import gradsync as gs
 from commands import wait_until
 from conftest import why_no_gpu
+from ranks import become
 
 LAUNCHERS = ("GRADSYNC_", "SLURM_", "OMPI_", "PMI", "MPI_", "HYDI_", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE")
 
@@ -142,7 +143,7 @@ def test_a_process_that_nobody_started_says_once_that_it_is_alone(caplog, monkey
 
 HINTS = {
     **{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"},
-    **{"GRADSYNC_LOCAL_RANK": "0", "GRADSYNC_ADDRESS": "node0:4000", "GRADSYNC_HOSTED": "1"},
+    **{"GRADSYNC_ADDRESS": "node0:4000", "HOROVOD_SIZE": "2", "PADDLE_TRAINER_ID": "1"},
     **{"OMPI_MCA_orte_bound_at_launch": "1", "PMIX_RANK": "0", "PMI_FD": "9", "MPI_LOCALNRANKS": "2"},
     **{"SLURM_NTASKS": "2", "SLURM_NPROCS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
     **{"HYDI_CONTROL_FD": "9", "MV2_COMM_WORLD_RANK": "0"},
@@ -200,31 +201,22 @@ def by_hand(tmp_path):
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gs.free_port()), "XDG_RUNTIME_DIR": str(tmp_path)}
 
 
-def start_by_hand(rank, variables):
-    for name in [name for name in os.environ if name.startswith("GRADSYNC_")]:
-        del os.environ[name]
-    os.environ.update(variables | {"RANK": str(rank), "WORLD_SIZE": "2"})
-
-
 @pytest.mark.ranks(2)
 def test_ranks_with_different_addresses_say_where_theirs_is_from(rank, by_hand):
-    start_by_hand(rank, by_hand)
-    os.environ["GRADSYNC_SECRET"] = "5a" * 32
-    if rank == 1:
-        os.environ["GRADSYNC_ADDRESS"] = f"127.0.0.1:{gs.free_port()}"
+    become(**by_hand, RANK=rank, WORLD_SIZE=2, GRADSYNC_SECRET="5a" * 32)
     text = (
         "rank 0 waits for ranks on this machine, with MASTER_PORT=[0-9]+; every rank needs the same, and no GRADSYNC_A",
-        "rank 1 has the address 127.0.0.1:[0-9]+ from GRADSYNC_ADDRESS; every rank needs the same address",
+        "rank 1 has the address 127.0.0.1:[0-9]+ from address=; every rank needs the same address",
     )
     with pytest.raises(gs.RendezvousTimeout, match=text[rank]) as raised:
-        gs.init_process_group(timeout_seconds=2)
+        gs.init_process_group(address=f"127.0.0.1:{gs.free_port()}" if rank else None, timeout_seconds=2)
     assert rank == 1 or raised.value.missing_ranks == (1,)
 
 
 @pytest.mark.ranks(2)
 def test_process_groups_follow_each_other_though_one_rank_leaves_late(rank, by_hand, tmp_path):
     """Now the one that hosts the server, now the other."""
-    start_by_hand(rank, by_hand)
+    become(**by_hand, RANK=rank, WORLD_SIZE=2)
     for late in (0, 1, 0, 1):
         comm = gs.init_process_group(timeout_seconds=60)
         assert gs.get_communicator().all_reduce(np.ones(3))[0] == 2

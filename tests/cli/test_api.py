@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 import gradsync as gs
 from gradsync import errors
 from gradsync.cli import main
-from gradsync.removed import REMOVED  # the table that these tests go through
+from gradsync.words import REMOVED  # the table that these tests go through
 
 ERRORS = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, gs.GradsyncError)]
 
@@ -42,6 +43,24 @@ def test_a_name_that_gradsync_has_not_says_what_to_use(name, word):
     with pytest.raises(AttributeError) as raised:
         getattr(gs, name)
     assert word in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("Get_rank", "use rank"),
+        ("size", "use world_size"),
+        ("Allreduce", "use all_reduce"),
+        ("irecv", "use asynchronous.recv"),
+        ("all_redcue", "did you mean all_reduce?"),
+        ("_ipython_display_", "no attribute '_ipython_display_'"),
+    ],
+)
+def test_likewise_an_attribute_of_a_communicator(name, word):
+    with gs.init_process_group("local") as comm:
+        assert not hasattr(comm, name)
+        with pytest.raises(AttributeError, match=re.escape(word)):
+            getattr(comm, name)
 
 
 # -- Errors -----------------------------------------------------------------------------------------------------------

@@ -51,10 +51,22 @@ def test_mistakes_are_one_line_or_a_hint_and_never_a_traceback(tmp_path, monkeyp
         (("run",), "Missing argument 'SCRIPT'"),
         (("serve", "--world-size", "0"), "0 is not in the range"),
         (("jump",), "No such command 'jump'"),
+        (("docter",), "did you mean doctor?"),
+        (("train.py",), "did you mean gradsync run train.py?"),
+        (("-n", "2", "train.py"), "Did you mean: gradsync run -n 2 train.py"),
+        (("torchrun", "x.py"), "use gradsync run"),
+        (("run", "--nproc_per_node", "2", "x.py"), "use -n"),
+        (("run", "--rdzv_endpoint=host:1", "x.py"), "use --rendezvous HOST:PORT"),
     ]:
         done = CliRunner().invoke(main, arguments)
         assert (done.exit_code, word in done.output) == (2, True), (arguments, done.output)
         assert "Traceback" not in done.output
+
+
+def test_the_help_of_run_is_one_screen(cli):
+    lines = cli("run", "--help", environment={"COLUMNS": "120"}).out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 110
 
 
 @pytest.mark.parametrize(

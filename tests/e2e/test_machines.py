@@ -27,13 +27,13 @@ SCRIPT = """
         total = comm.all_reduce(cupy.full(5, comm.rank + 1.0)).get()[0]
         hosts = comm.objects.all_gather(socket.gethostname())
         print(f"rank {comm.rank} on {socket.gethostname()}: {total} {hosts}", flush=True)
-        if how == "raise" and comm.rank == 1:
+        if how == f"raise {comm.rank}":
             raise ValueError("boom")
         while how != "end":
             time.sleep(0.1)
             comm.objects.all_gather(None)
         comm.barrier()
-        cupy.cuda.runtime.deviceSynchronize()
+        cupy.cuda.get_current_stream().synchronize()
         comm.objects.all_gather(None)  # rank 0 serves the fake of NCCL: it leaves last
 """
 
@@ -87,11 +87,39 @@ def test_machines_meet_and_reduce(network, start, family):
         assert f"rank {rank} on host{rank}: 3.0 ['host0', 'host1']" in out
 
 
-def test_a_failure_on_one_machine_ends_both(start):
-    (first_code, _, first), (second_code, _, second) = ends(start("raise"))
-    assert (first_code, second_code) == (1, 1)
-    assert "ValueError: boom" in second
-    assert re.search(r"RankFailed: rank 0/2: .*rank 1", first), first
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_failure_on_one_machine_ends_both_and_all_can_be_started_again(start, culprit):
+    """At the same address, as a scheduler does it. That rank 0 fails also ends the fake of NCCL, which it serves."""
+    results = ends(start(f"raise {culprit}"))
+    assert [code for code, _, _ in results] == [1, 1]
+    assert results[culprit][2].endswith("ValueError: boom\n")
+    assert re.search(rf"RankFailed: rank {1 - culprit}/2: .*rank {culprit}", results[1 - culprit][2]), results
+    assert [code for code, _, _ in ends(start("end"))] == [0, 0]
+
+
+DECORATED = """
+    import socket, sys
+    import gradsync as gs
+
+    def work():
+        comm = gs.get_communicator()
+        return comm.objects.all_gather((socket.gethostname(), comm.rank))
+
+    if __name__ == "__main__":
+        print(gs.launcher(work, 1, 2, int(sys.argv[1]), sys.argv[2], 29500, backend="nccl")())
+"""
+
+
+def test_decorated_functions_meet_over_machines(network, script, tmp_path):
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("5a" * 32)
+    fake, path, master = PLACES["fake"], script(DECORATED), network[0].ipv4
+    variables = {**os.environ, **fake.environment, "PYTHONPATH": fake.folders[0], "FAKE_CUPY_ADDRESS": master}
+    variables["GRADSYNC_SECRET_FILE"] = str(secret)
+    started = [machine.start(sys.executable, path, rank, master, env=variables) for rank, machine in enumerate(network)]
+    for code, out, err in ends(started):
+        assert (code, out) == (0, "[[('host0', 0), ('host1', 1)]]\n"), err
 
 
 @pytest.mark.parametrize("how", ["take_link_down", "drop_packets"])

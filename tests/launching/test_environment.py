@@ -9,7 +9,7 @@ import os
 import pytest
 
 import gradsync as gs
-from gradsync import environment
+from gradsync import launchers
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def _no_variables(monkeypatch):
 
 
 def found(variables):
-    return environment.read_environment(dict(variables))
+    return launchers.read_environment(variables)
 
 
 def identity(variables):
@@ -50,12 +50,7 @@ def refusal(variables, monkeypatch):
         return str(caught.value)
 
 
-OURS = {
-    "GRADSYNC_RANK": "3",
-    "GRADSYNC_WORLD_SIZE": "4",
-    "GRADSYNC_LOCAL_RANK": "1",
-    "GRADSYNC_LOCAL_WORLD_SIZE": "2",
-}
+OURS = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "gradsync-7"}
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2",
@@ -98,7 +93,8 @@ SLURM = {
         # Slurm's are inherited and contradict nobody: mpiexec in a batch job starts its daemons by srun, one on each
         # machine; torchrun in a step likewise.
         (SLURM | PMI, (1, 2, 0, 1, "PMI")),
-        (SLURM | TORCHRUN, (5, 8, 1, 4, "RANK")),
+        (SLURM | TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}, (5, 8, 1, 4, "RANK")),
+        (SLURM | TORCHRUN | {"WORLD_SIZE": "9"}, (5, 9, 1, 4, "RANK")),  # each task starts some by hand
         (SLURM | OURS, (3, 4, 1, 2, "gradsync")),
         (SLURM | {"SLURM_PROCID": "12", "PMI_RANK": "0", "PMI_SIZE": "2"}, (0, 2, 0, 2, "PMI")),
         # torchrun, started by mpiexec on each machine
@@ -119,14 +115,13 @@ def test_each_launcher_names_the_rank(variables, expected, monkeypatch):
 
 def test_of_several_that_agree_the_innermost_counts():
     variables = {
-        **{"GRADSYNC_RANK": "1", "GRADSYNC_WORLD_SIZE": "2"},
-        **{"RANK": "1", "WORLD_SIZE": "2"},
+        **{"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "gradsync-7"},
         **{"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
         **{"PMI_RANK": "1", "PMI_SIZE": "2"},
         **{"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
     }
     order = []
-    for prefix in ("GRADSYNC_", ("RANK", "WORLD"), "OMPI_", "PMI_", "SLURM_"):
+    for prefix in ("TORCHELASTIC_", ("RANK", "WORLD"), "OMPI_", "PMI_", "SLURM_"):
         order.append(found(variables).source)
         variables = {name: text for name, text in variables.items() if not name.startswith(prefix)}
     assert order == ["gradsync", "RANK", "Open MPI", "PMI", "Slurm"]
@@ -154,11 +149,13 @@ def test_a_process_that_no_launcher_has_started_is_no_rank(variables, monkeypatc
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        # torchrun, started by a rank of gradsync
+        # mpiexec, started by a rank of gradsync
         (
-            OURS | TORCHRUN | {"GRADSYNC_ADDRESS": "127.0.0.1:1", "GRADSYNC_HOSTED": "1"},
-            ("GRADSYNC_RANK=3", "RANK=5", "unset GRADSYNC_RANK", "GRADSYNC_ADDRESS GRADSYNC_HOSTED\n", "unset RANK"),
+            OURS | PMI | {"GRADSYNC_ADDRESS": "127.0.0.1:1", "GRADSYNC_SECRET_FILE": "fd:5"},
+            ("RANK=3", "PMI_RANK=1", "unset RANK", "GRADSYNC_ADDRESS GRADSYNC_SECRET_FILE", "unset PMI_RANK"),
         ),
+        # srun in a job whose script has set RANK
+        (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, ("RANK=0", "SLURM_PROCID=7", "unset RANK WORLD_SIZE\n")),
         # mpiexec in a pod whose operator has set RANK
         (
             OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"},
@@ -166,7 +163,6 @@ def test_a_process_that_no_launcher_has_started_is_no_rank(variables, monkeypatc
         ),
         ({"RANK": "0", "WORLD_SIZE": "2"} | PMI, ("RANK=0", "PMI_RANK=1")),
         ({"RANK": "1", "WORLD_SIZE": "4"} | PMI, ("WORLD_SIZE=4", "PMI_SIZE=2")),
-        (OURS | PMI, ("GRADSYNC_RANK=3", "PMI_RANK=1")),
         (OPEN_MPI | PMI, ("OMPI_COMM_WORLD_SIZE=6", "PMI_SIZE=2")),
         # torchrun, started by mpiexec, that knows nothing of other machines
         (TORCHRUN | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}, ("RANK=5",)),
@@ -188,10 +184,10 @@ def test_two_launchers_that_disagree_are_named_with_what_to_unset(variables, wor
         (TORCHRUN | {"LOCAL_RANK": "8", "LOCAL_WORLD_SIZE": ""}, "LOCAL_RANK needs"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE needs"),
         *((TORCHRUN | {"MASTER_PORT": text}, "MASTER_PORT needs") for text in ("65536", "http")),
-        *((OURS | {"GRADSYNC_RANK": text}, "GRADSYNC_RANK") for text in ("x", "-1", "1.5")),
-        *((OURS | {"GRADSYNC_LOCAL_WORLD_SIZE": text}, "GRADSYNC_LOCAL_WORLD_SIZE") for text in ("0", "5")),
+        *((OURS | {"LOCAL_WORLD_SIZE": text}, "LOCAL_WORLD_SIZE") for text in ("0", "5")),
         (OURS | {"GRADSYNC_ADDRESS": "node0"}, "GRADSYNC_ADDRESS"),
-        (OURS | {"GRADSYNC_HOSTED": "yes"}, "GRADSYNC_HOSTED"),
+        (OURS | {"GRADSYNC_HOSTED": "1"}, "leave it out"),  # what 0.2 had
+        (OURS | {"GRADSYNC_RANK": "3"}, "RANK, which torchrun has too"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(2)"}, "4(2)"),
         (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID=3"),
         (SLURM | {"SLURM_LOCALID": "4"}, "SLURM_LOCALID needs"),
@@ -204,7 +200,8 @@ def test_a_malformed_value_is_named(variables, word, monkeypatch):
 
 @pytest.mark.parametrize("secret", ["abc", "ab" * 15, "zz" * 32])
 def test_a_wrong_secret_is_refused_and_not_shown(secret, monkeypatch):
-    text = refusal(OURS | {"GRADSYNC_SECRET": secret}, monkeypatch)
+    there = {"GRADSYNC_ADDRESS": "127.0.0.1:9"}
+    text = refusal(OURS | there | {"GRADSYNC_SECRET": secret}, monkeypatch)
     assert "GRADSYNC_SECRET" in text
     assert secret not in text
 
@@ -256,7 +253,7 @@ def test_the_first_host_of_slurms_list_is_found(hosts, first):
 
 
 def test_a_blank_variable_is_as_none(monkeypatch):
-    for name in ("BACKEND", "COLLECTIVE_TIMEOUT_SECONDS", "LOG", "FLIGHT_RECORDER_ENTRIES", "SECRET", "RANK", "HOSTED"):
+    for name in ("BACKEND", "COLLECTIVE_TIMEOUT_SECONDS", "LOG", "SECRET", "ADDRESS", "SECRET_FILE"):
         monkeypatch.setenv(f"GRADSYNC_{name}", " ")
     with gs.init_process_group() as comm:
         assert (comm.backend, comm.world_size) == ("local", 1)

@@ -129,18 +129,27 @@ def test_a_failure_on_one_machine_ends_the_ranks_of_the_other(node):
     assert "ValueError: boom" in second.err
 
 
-def test_other_machines_need_a_secret(monkeypatch):
+def test_launchers_on_several_machines_need_a_secret():
     port = gs.free_port()
-    run = gs.launcher(address, n_gpus=1, master_ip="0.0.0.0", port=port)
-    with pytest.raises(gs.AuthenticationError):
-        run()
     for node in ({"rank_start": 0}, {"rank_start": 1}):
         for host in ("192.0.2.1", "node0", "::"):
             with pytest.raises(gs.AuthenticationError):
                 gs.launcher(address, n_gpus=1, world_size=2, master_ip=host, port=port, **node)()
+
+
+def test_a_launcher_that_is_alone_needs_none_as_only_its_own_ranks_reach_the_server():
+    port = gs.free_port()
+    run = gs.launcher(address, n_gpus=1, master_ip="0.0.0.0", port=port)
+    assert run() == [(f"127.0.0.1:{port}", "0.0.0.0")]
+
+
+def test_a_secret_of_the_user_serves_all_calls(node, monkeypatch, tmp_path):
     monkeypatch.setenv("GRADSYNC_SECRET", "5a" * 32)
-    for _ in range(2):  # the secret is kept for the next call
-        assert run() == [(f"0.0.0.0:{port}", "0.0.0.0")]
+    port = gs.free_port()
+    for _ in range(2):
+        first, second = node(1, 2, 0, port, ""), node(1, 2, 1, port, "")
+        assert (first.result().code, second.result().code) == (0, 0)
+        assert list((tmp_path / "runtime").iterdir()) == []
 
 
 def test_a_node_after_the_first_needs_its_port():

@@ -200,7 +200,7 @@ def test_an_address_that_machine_0_cannot_have_is_refused(machines):
         run.rendezvous = f"127.0.0.1:{holder.getsockname()[1]}"
         code, out, err = run.start(0, "return").result()
         assert (code, out) == (1, "")
-        assert "name another port in --rendezvous" in err
+        assert "in use; --rendezvous needs an address of the machine with --node-rank 0, and a port that is free" in err
     run.rendezvous = "192.0.2.77:29400"
     code, out, err = run.start(0, "return").result()
     assert (code, out) == (1, "")

@@ -23,7 +23,7 @@ from commands import wait_until
 PUPPET = """
     import os, sys
     for line in open(sys.argv[1] + os.environ["RANK"]):
-        stream, data = eval(line)
+        stream, data = eval(line)  # or it ends here
         os.write(stream, data)
 """
 
@@ -60,10 +60,10 @@ class Puppets:
             data += os.read(stream or self.screen, 65536)
         return data
 
-    def end(self, *ranks):
+    def end(self, *ranks, code=0):
         for rank in ranks:
             self.write(rank, b"", 1)
-            os.write(self._orders[rank], b"exit()\n")
+            os.write(self._orders[rank], b"exit(%d)\n" % code)
 
     def close(self):
         for order in self._orders:
@@ -94,52 +94,62 @@ SHOWN = [
     ((0, b"(Pdb) "), b"[rank 0] (Pdb) "),
     ((1, b"hello\n"), b"\n[rank 1] hello\n"),
     ((0, b"later\n"), b"[rank 0] later\n"),
-    # Each state of a progress bar is a line, with what a terminal shows of it: tqdm draws first \r and then a state.
+    # Of a progress bar each state is a line, with what a terminal shows of it: tqdm draws first \r and then a state.
     ((0, b"\r  0%"), b"[rank 0]   0%\n"),
     ((1, b"  0%\r"), b"[rank 1]   0%\n"),
     ((0, b"\r 50%"), b"[rank 0]  50%\n"),
     ((0, b"\r100%\n"), b"[rank 0] 100%\n"),
-    ((1, b"100%\r\nafter\n"), b"[rank 1] 100%\r\n[rank 1] after\n"),
-    ((0, b"10%\r20%\rdone\r\nnext\n\r 1%\r 2%\n"), b"[rank 0] done\r\n[rank 0] next\n[rank 0]  2%\n"),
+    ((1, b"100%\r\nafter\n"), b"[rank 1] 100%\n[rank 1] after\n"),
+    ((0, b"10%\r20%\rdone\r\nnext\n\r 1%\r 2%\n"), b"[rank 0] done\n[rank 0] next\n[rank 0]  2%\n"),
     ((0, b"10%"), b"[rank 0] 10%"),
     ((0, b"\r20%\n"), b"\n[rank 0] 20%\n"),
     # Neither a state twice, nor a bare prefix of a bar that erases itself.
     ((0, b"\r50%"), b"[rank 0] 50%\n"),
     ((0, b"\r50%\nx\n"), b"[rank 0] x\n"),
     ((0, b"\r60%"), b"[rank 0] 60%\n"),
-    ((0, b"\r\x1b[2Kdone\n"), b"[rank 0] \x1b[2Kdone\n"),
+    ((0, b"\r\x1b[2Kdone\n"), b"[rank 0] done\n"),
+    ((0, b"\r70%\r\x1b[2K\n\x1b[31mred\x1b[0m\n"), b"[rank 0] \x1b[31mred\x1b[0m\n"),
+    # Two bars of one program: a newline goes down to the second, and up again; in the end the first is left.
+    ((0, b"\rall  0%\n\rpart 0%\x1b[A"), b"[rank 0] all  0%\n[rank 0] part 0%\n"),
+    ((0, b"\rall  0%\n\rpart 50%\x1b[A"), b"[rank 0] part 50%\n"),
+    ((0, b"\rall 50%\n\r\x1b[2K\x1b[A\rall 100%\n\x1b[1A\x1b[2K\rall 100%\nend\n"), b"[rank 0] end\n"),
     ((0, bytes(set(range(256)) - {10, 13}) + b"\n"), b"[rank 0] " + bytes(set(range(256)) - {10, 13}) + b"\n"),
 ]
 
 
 def test_lines_prompts_and_progress_bars_of_two_ranks(puppets):
-    ranks = puppets(2)
+    ranks = puppets(2, terminal=True)  # where states of a bar come soon
     for (rank, data), shown in SHOWN:
         ranks.write(rank, data)
         assert ranks.read_until(re.escape(shown)) == shown, data
+    ranks.end(0, 1)
+    assert ranks.process.wait(60) == 0
+
+
+def test_each_stream_of_the_ranks_goes_to_the_same_of_the_launcher(puppets):
+    ranks = puppets(2)
     ranks.write(0, b"err\n", 2)
     assert ranks.read_until(b"\n", ranks.errors) == b"[rank 0] err\n"
-    ranks.write(0, b"no newline")
-    assert ranks.read_until(b"line") == b"[rank 0] no newline"
+    ranks.write(0, b"\r10%\r20%")
+    assert ranks.read_until(b"\n") == b"[rank 0] 20%\n"
+    ranks.write(0, b"\r30%\r40%")  # in a file only the last state of these seconds
+    ranks.write(1, b"no newline")
+    assert ranks.read_until(b"line") == b"[rank 1] no newline"
     ranks.end(0, 1)
-    assert ranks.process.communicate(timeout=60) == (b"\n", b"")
+    assert ranks.process.communicate(timeout=60)[0] == b"\n[rank 0] 40%\n"
     assert ranks.process.returncode == 0
 
 
-def test_without_prefix_bytes_pass_as_they_are_and_lines_of_ranks_are_not_mixed(puppets):
+def test_without_prefix_bytes_pass_as_they_are(puppets):
     ranks = puppets(2, "--no-prefix")
-    for (rank, data), shown in [
-        ((0, b"one\r\ntwo\rthree"), b"one\r\ntwo\rthree"),
-        ((1, b"other\n"), b"\nother\n"),
-        ((0, b"open"), b"open"),
-    ]:
+    for rank, data in [(0, b"one\r\ntwo\rthree"), (1, b"other\n"), (0, b"\r\x1b[2Kopen")]:
         ranks.write(rank, data)
-        assert ranks.read_until(re.escape(shown)) == shown
+        assert ranks.read_until(re.escape(data)) == data
     ranks.end(0, 1)
-    assert ranks.process.communicate(timeout=60)[0] == b""  # a file gets exactly the bytes
+    assert ranks.process.communicate(timeout=60)[0] == b""
 
 
-def test_on_one_terminal_both_streams_of_a_rank_share_the_line_only_without_prefix(puppets, tmp_path):
+def test_on_one_terminal_each_stream_with_a_prefix_has_its_own_line(puppets, tmp_path):
     ranks = puppets(1, "--prefix", terminal=True)
     ranks.write(0, b"name? ")
     ranks.read_until(rb"\? ")
@@ -186,7 +196,7 @@ def test_nothing_is_lost_and_nothing_doubled(cli, script, tmp_path):
     for rank in range(3):
         # Where the next piece of a line is late, it may be cut in two.
         shown = b"".join(line[9:] for line in lines if line.startswith(b"[rank %d]" % rank))
-        assert shown == b"".join(chunks[rank]).replace(b"\n", b""), seed
+        assert shown == b"".join(chunks[rank]).replace(b"\r\n", b"").replace(b"\n", b""), seed
 
 
 def test_an_endless_line_passes_in_pieces(cli, script):
@@ -199,6 +209,16 @@ def test_an_endless_line_passes_in_pieces(cli, script):
         seen += len(os.read(launcher.stdout.fileno(), 65536))
     launcher.terminate()
     launcher.wait(60)
+
+
+def test_the_last_output_in_a_report_is_whole_lines_of_each_stream(puppets):
+    ranks = puppets(2, "--no-prefix")
+    for stream, data in [(1, b"half "), (2, b"a warning\n"), (1, b"done\n\r10%\r\x1b[2K20%\n"), (1, b"rest")]:
+        ranks.write(1, data, stream)
+        ranks.read_until(re.escape(data), ranks.errors if stream == 2 else None)
+    ranks.end(1, code=3)
+    err = ranks.process.communicate(timeout=60)[1]
+    assert b"last output of rank 1:\n    a warning\n    half done\n    20%\n    rest\ngradsync: rank 1" in err
 
 
 # -- Logs --------------------------------------------------------------------------------------------------------------
@@ -234,9 +254,9 @@ def test_a_log_that_cannot_be_written_is_told_once_and_stops_nobody(cli, script,
     (tmp_path / "rank-0.log").symlink_to("/dev/full")
     (tmp_path / "rank-1.log").mkdir()
     path = script("import os\nfor _ in range(3): os.write(1, b'x\\n')")
-    code, out, err = cli("run", "-n", 3, "--log-dir", tmp_path, path)
+    code, out, err = cli("run", "-n", 3, "--log-dir", tmp_path, path).told
     assert (code, len(out.splitlines())) == (0, 9)
-    first, second = sorted(err.splitlines())
+    first, second = sorted(line for line in err.splitlines() if "log file" in line)
     assert first.startswith(f"gradsync: warning: log file {tmp_path / 'rank-0.log'} ")
     assert "No space left on device" in first
     assert second.startswith(f"gradsync: warning: log file {tmp_path / 'rank-1.log'} ")
@@ -321,7 +341,7 @@ def test_the_reader_of_the_output_may_leave(cli, script):
     launcher.stdout.close()
     err = launcher.stderr.read()
     assert launcher.wait(60) == 1
-    assert err.startswith("gradsync: standard output cannot be written: its reader has gone\n")
+    assert err.startswith("gradsync: standard output cannot be written: Broken pipe\n")
     assert "BrokenPipeError" in err
     assert "Exception in thread" not in err
 
@@ -342,7 +362,7 @@ def test_why_standard_output_cannot_be_written_is_told_once(cli, script):
         done = cli("run", "-n", 2, path, 1, stdout=full)
         assert done.code == 0
         warning = "gradsync: standard output cannot be written: No space left on device\n"
-        assert sorted(done.err.splitlines(True)) == ["[rank 0] still heard\n", "[rank 1] still heard\n", warning]
+        assert sorted(done.told[2].splitlines(True)) == ["[rank 0] still heard\n", "[rank 1] still heard\n", warning]
         done = cli("run", "-n", 1, path, 2, stderr=full)
         assert (done.code, done.out) == (0, "still heard\n")
 

@@ -39,6 +39,28 @@ def test_on_macos_every_public_name_loads_and_ranks_and_shared_memory_are_refuse
     assert mac(path) == (0, "True\n" * 5, "")
 
 
+@pytest.mark.parametrize("has_pidfd", [True, False])  # Linux before 5.3 has none
+def test_a_python_that_was_built_on_an_old_system_starts_ranks(has_pidfd, cli, script, tmp_path):
+    """Pythons of conda and older ones of uv have not what the system has."""
+    (tmp_path / "first").mkdir()
+    script(
+        f"""
+        import errno, fcntl, os, signal
+        del os.memfd_create, os.MFD_CLOEXEC, os.MFD_ALLOW_SEALING, fcntl.F_ADD_SEALS, signal.pidfd_send_signal
+        def refuse(pid):
+            raise OSError(errno.ENOSYS, "Function not implemented")
+        if {has_pidfd}:
+            del os.pidfd_open
+        else:
+            os.pidfd_open = refuse
+        """,
+        "first/sitecustomize.py",
+    )
+    path = script("import os, gradsync as gs\nwith gs.init_process_group('shm') as comm: os.write(1, b'joined\\n')")
+    done = cli("run", "--no-prefix", "-n", 2, path, environment={"PYTHONPATH": str(tmp_path / "first")})
+    assert done == (0, "joined\n" * 2, "")
+
+
 def test_on_windows_the_first_use_says_what_to_do(cli):
     done = cli.python(
         "-c", "import sys; sys.platform = 'win32'; import gradsync as gs; print(gs.__version__); gs.launch"

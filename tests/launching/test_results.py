@@ -154,3 +154,62 @@ def test_values_leave_no_descriptor_open_whatever_becomes_of_the_ranks():
         del caught
         counts.append(len(os.listdir("/proc/self/fd")))
     assert counts[1] <= counts[0]  # something else of the process may have closed one meanwhile
+
+
+# -- The interpreter of the ranks, and its end -------------------------------------------------------------------------
+
+
+EMBEDDED = """
+    import multiprocessing, sys
+    import gradsync as gs
+    def work():
+        return "done"
+    if __name__ == "__main__":
+        {}
+        print(gs.launch(work, (), 1))
+"""
+
+
+@pytest.mark.parametrize("own", ["'/bin/echo'", "''", "None"])
+def test_ranks_run_the_python_that_an_application_has_named(own, cli, script):
+    """As multiprocessing does: sys.executable of an application with a Python inside is the application."""
+    path = script(EMBEDDED.format(f"multiprocessing.set_executable(sys.executable); sys.executable = {own}"))
+    assert cli.python(path) == (0, "['done']\n", "")
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ("'/bin/true'", "/bin/true ended with exit code 0 before the rank began"),
+        ("'/bin/false'", "/bin/false ended with exit code 1 before the rank began"),
+        ("''", "multiprocessing.set_executable"),
+        ("'/nowhere'", "names none, but '/nowhere'"),
+    ],
+)
+def test_what_is_no_python_is_told(own, told, cli, script):
+    code, out, err = cli.python(script(EMBEDDED.format(f"sys.executable = {own}")))
+    assert (code, out) == (1, "")
+    assert told in err
+
+
+@pytest.mark.slow  # of 5 s
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("threading.Thread(target=wait, name='uploader').start()", "the thread 'uploader' has not"),
+        ("atexit.register(wait)", "something that runs at its exit has not ended"),
+    ],
+)
+def test_what_keeps_a_rank_alive_after_its_program_is_told(what, told, cli, script):
+    path = script(
+        f"""
+        import atexit, threading, time
+        def wait():
+            time.sleep(6.0)
+        {what}
+        """
+    )
+    code, _, err = cli("run", "--no-prefix", "-n", 1, path)
+    assert code == 0
+    assert err.startswith("gradsync: rank 0: the program has ended, but " + told)
+    assert err.endswith(f"({path}:4 in wait)\n")

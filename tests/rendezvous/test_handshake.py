@@ -224,7 +224,7 @@ LOOKING = """
 import os, sys
 from pathlib import Path
 import gradsync as gs
-from gradsync import environment  # where a rank keeps its secret, which no public name gives
+from gradsync import environment  # how a rank finds its secret, which no public name gives
 
 def has(form):
     files = [file for name in ("cmdline", "environ") for file in Path("/proc").glob(f"[0-9]*/{name}")]
@@ -237,7 +237,7 @@ def read(file):
         return b""
 
 with gs.init_process_group("shm") as comm:
-    secret = environment.take_secret()
+    secret = environment.read_secret()
     assert len(secret) == 32
     assert has(os.environ["CANARY"].encode()), "this look would not find it"
     print("found", has(secret.hex().encode()) + has(secret) + has(repr(secret).encode()))

@@ -20,6 +20,7 @@ import pytest
 import gradsync as gs
 from commands import wait_until
 from gradsync.rendezvous.server import RendezvousServer
+from ranks import become
 from rendezvous.peer import SECRET
 
 
@@ -31,13 +32,6 @@ def free_port():
             probe.bind(("", port))
             beside.bind(("", port + 1))
             return port
-
-
-def become(**variables):
-    """Gives this process the variables of another launcher instead of gradsync's."""
-    for name in [name for name in os.environ if name.startswith("GRADSYNC_")]:
-        del os.environ[name]
-    os.environ.update({name: str(value) for name, value in variables.items()})
 
 
 def torchrun(rank, size, **others):
@@ -62,11 +56,9 @@ LAUNCHERS = {
     "by hand, with a secret": lambda rank, port, secret: by_hand(
         rank, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GRADSYNC_SECRET_FILE=secret
     ),
-    "an address": lambda rank, port, _: by_hand(rank, 2, GRADSYNC_ADDRESS=f"127.0.0.1:{port}"),
-    "an IPv6 address": lambda rank, port, _: by_hand(rank, 2, GRADSYNC_ADDRESS=f"[::1]:{port}"),
-    "an address and a secret": lambda rank, port, secret: by_hand(
-        rank, 2, GRADSYNC_ADDRESS=f"localhost:{port}", GRADSYNC_SECRET_FILE=secret
-    ),
+    "an address": lambda rank, *_: by_hand(rank, 2),
+    "an IPv6 address": lambda rank, *_: by_hand(rank, 2),
+    "an address and a secret": lambda rank, _, secret: by_hand(rank, 2, GRADSYNC_SECRET_FILE=secret),
     "srun": lambda rank, *_: {
         "SLURM_PROCID": rank,
         "SLURM_NTASKS": 2,
@@ -78,6 +70,9 @@ LAUNCHERS = {
         "SLURM_STEP_NODELIST": "node0",
     },
 }
+
+
+ADDRESSES = {"an address": "127.0.0.1", "an IPv6 address": "[::1]", "an address and a secret": "localhost"}
 
 
 @pytest.fixture
@@ -99,8 +94,9 @@ def test_rank_0_hosts_and_the_others_find_it(rank, how, port, secret_file, tmp_p
     folder = tmp_path / "runtime"
     folder.mkdir(mode=0o700, exist_ok=True)
     become(**LAUNCHERS[how](rank, port, secret_file), XDG_RUNTIME_DIR=folder)
+    address = f"{ADDRESSES[how]}:{port}" if how in ADDRESSES else None
     for number in (1, 2):  # a second process group meets at the same server
-        with gs.init_process_group("shm", timeout_seconds=60) as comm:
+        with gs.init_process_group("shm", address=address, timeout_seconds=60) as comm:
             assert (comm.rank, comm.world_size) == (rank, 2)
             assert comm.all_reduce(np.full(2, number)).tolist() == [2 * number] * 2
         gs.destroy_process_group()
@@ -168,7 +164,7 @@ def test_rank_0_may_be_held_up_between_its_file_and_its_first_answer(rank, port,
 @pytest.mark.ranks(3)
 def test_the_deadline_of_the_host_tells_the_others_who_is_missing(rank, port, secret_file, tmp_path):
     """Else they would hear only that the server is gone."""
-    become(**by_hand(rank, 3, GRADSYNC_ADDRESS=f"127.0.0.1:{port}", GRADSYNC_SECRET_FILE=secret_file))
+    become(**by_hand(rank, 3, GRADSYNC_SECRET_FILE=secret_file))
     if rank == 2:
         return
     if rank == 0:
@@ -176,7 +172,7 @@ def test_the_deadline_of_the_host_tells_the_others_who_is_missing(rank, port, se
     else:
         (tmp_path / "dials").touch()
     with pytest.raises(gs.RendezvousTimeout) as raised:
-        gs.init_process_group("shm", timeout_seconds=2.0 if rank == 0 else 60.0)
+        gs.init_process_group("shm", address=f"127.0.0.1:{port}", timeout_seconds=2.0 if rank == 0 else 60.0)
     assert raised.value.missing_ranks == (2,)
 
 
@@ -196,12 +192,14 @@ def alone(monkeypatch, tmp_path):
     return set_all
 
 
-HOSTED = {"GRADSYNC_RANK": 1, "GRADSYNC_WORLD_SIZE": 2, "GRADSYNC_ADDRESS": "127.0.0.1:4000", "GRADSYNC_HOSTED": 1}
+THERE = {"GRADSYNC_ADDRESS": "127.0.0.1:4000"}
+OF_A_LAUNCHER = THERE | {"GRADSYNC_SECRET_FILE": "fd:876"}
 TOO_LITTLE = {
     "no address": (by_hand(1, 2), None, gs.InvalidArgument, "MASTER_ADDR"),
     "no port": (by_hand(1, 2, MASTER_ADDR="node0"), None, gs.InvalidArgument, "MASTER_ADDR"),
     "only a port": (by_hand(1, 2, MASTER_PORT=29500), None, gs.InvalidArgument, "MASTER_ADDR"),
-    "no secret of a launcher: a process that a rank has started": (HOSTED, None, gs.AuthenticationError, "GRADSYNC_"),
+    "no secret of the server": (by_hand(1, 2, **THERE), None, gs.AuthenticationError, "GRADSYNC_SECRET_FILE"),
+    "a process that a rank has started": (by_hand(1, 2, **OF_A_LAUNCHER), None, gs.InvalidArgument, "unset all"),
     **{
         f"no secret for {address}": (by_hand(1, 2), address, gs.AuthenticationError, "GRADSYNC_SECRET_FILE")
         for address in ("node0:4000", "192.0.2.1:4000", "0.0.0.0:4000", "[fe80::1]:4000")
@@ -217,12 +215,10 @@ def test_a_rank_that_knows_too_little_says_what_to_set(alone, what):
         gs.init_process_group("shm", address=address, timeout_seconds=1.0)
 
 
-@pytest.mark.parametrize("how", ["address=", "GRADSYNC_ADDRESS"])
-def test_a_taken_port_is_an_error_that_says_where_the_port_came_from(alone, how, taken_port):
-    address = f"127.0.0.1:{taken_port}"
-    alone(**by_hand(0, 2), **{} if how == "address=" else {how: address})
-    with pytest.raises(gs.RendezvousError, match=how) as raised:
-        gs.init_process_group("shm", timeout_seconds=5.0, address=address if how == "address=" else None)
+def test_a_taken_port_is_an_error_that_says_where_the_port_came_from(alone, taken_port):
+    alone(**by_hand(0, 2))
+    with pytest.raises(gs.RendezvousError, match="address=") as raised:
+        gs.init_process_group("shm", timeout_seconds=5.0, address=f"127.0.0.1:{taken_port}")
     assert not isinstance(raised.value, gs.RendezvousTimeout)
 
 
@@ -254,9 +250,9 @@ def test_without_a_runtime_folder_ranks_meet_in_a_folder_of_this_user_alone(alon
 
 def test_a_host_that_fails_leaves_neither_its_file_nor_its_port(alone, tmp_path):
     port = free_port()
-    alone(**by_hand(0, 2, GRADSYNC_ADDRESS=f"127.0.0.1:{port}"))
+    alone(**by_hand(0, 2))
     with pytest.raises(gs.RendezvousTimeout) as raised:
-        gs.init_process_group("shm", timeout_seconds=0.3)
+        gs.init_process_group("shm", address=f"127.0.0.1:{port}", timeout_seconds=0.3)
     assert raised.value.missing_ranks == (1,)
     assert list(tmp_path.iterdir()) == []
     RendezvousServer(1, secret=SECRET, port=port).stop()
@@ -280,7 +276,7 @@ def test_a_name_that_means_loopback_here_is_worth_a_warning(alone, secret_file, 
 @pytest.mark.slow
 def test_a_rank_that_dials_in_vain_says_so_every_few_seconds(alone, secret_file, caplog):
     alone(**by_hand(1, 2, GRADSYNC_ADDRESS=f"127.0.0.1:{free_port()}"), GRADSYNC_SECRET_FILE=secret_file)
-    with caplog.at_level(logging.WARNING, "gradsync"), pytest.raises(gs.RendezvousTimeout):
+    with caplog.at_level(logging.WARNING, "gradsync"), pytest.raises(gs.RendezvousTimeout, match="gradsync serve"):
         gs.init_process_group("shm", timeout_seconds=8.0)
     assert "refused" in caplog.text
 

@@ -188,3 +188,19 @@ def test_a_stopped_server_delays_no_deadline_and_no_report(cli):
         process.kill()
         with pytest.raises(gs.CommunicatorClosed):
             client.check()
+
+
+def test_the_notice_says_that_the_missing_rank_was_stopped(cli, script):
+    launcher = cli.start(
+        *("run", "-n", 2),
+        script("""
+            import os, signal, numpy as np, gradsync as gs
+            comm = gs.init_process_group("shm")
+            if comm.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            comm.all_reduce(np.ones(1))
+        """),
+    )
+    assert "was stopped (SIGSTOP?)" in launcher.read_until("rank 0 has waited", "stderr")
+    launcher.terminate()
+    launcher.result()

@@ -21,8 +21,8 @@ def path(tmp_path, monkeypatch):
     monkeypatch.setenv("GRADSYNC_SECRET_FILE", str(file))
     with RendezvousServer(2, secret=SECRET) as server:
         server.note_end(0, "ended with exit code 0")  # rank 1 hears that, and does not wait
-        for name, value in {"RANK": 1, "WORLD_SIZE": 2, "ADDRESS": server.address, "HOSTED": 1}.items():
-            monkeypatch.setenv(f"GRADSYNC_{name}", str(value))
+        for name, value in {"RANK": "1", "WORLD_SIZE": "2", "GRADSYNC_ADDRESS": server.address}.items():
+            monkeypatch.setenv(name, value)
         yield file
 
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
-from gradsync.arguments import refuse_words
 from gradsync.backends import BACKENDS, unknown_backend
 from gradsync.bucketing.bucket import BucketHook
 from gradsync.bucketing.events import CallbackIdentity
@@ -26,16 +25,7 @@ from gradsync.communicators.world import group_or_world
 from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch, describe
 from gradsync.futures import GradientFuture
 from gradsync.reduction import parse_reduce_method
-from gradsync.removed import no_attribute, refuse_removed
-
-_FOREIGN = {
-    "threshold": "threshold_bytes",
-    "bucket_cap_mb": 'threshold_bytes="25 MB"',
-    "op": "reduce_method",
-    "average": 'reduce_method="mean" or reduce_method="sum"',
-    "process_group": "group",
-    "find_unused_parameters": 'parameters=... and missing="zero"',
-}
+from gradsync.words import no_attribute, refuse_keywords
 
 
 class AllreduceCallback:
@@ -119,9 +109,7 @@ class AllreduceCallback:
         if removed:
             from inspect import signature  # imported here: only errors need it
 
-            for word in removed:
-                refuse_removed("AllreduceCallback", word)
-            refuse_words("AllreduceCallback", removed, signature(AllreduceCallback).parameters, _FOREIGN)
+            refuse_keywords("AllreduceCallback", removed, signature(AllreduceCallback).parameters)
         if isinstance(reduce_method, Iterable) and not isinstance(reduce_method, str):
             raise InvalidArgument(
                 f'AllreduceCallback needs reduce_method to be "sum" or "mean", got {type(reduce_method).__name__}: '
@@ -154,7 +142,7 @@ class AllreduceCallback:
             self._step.check_parameters(self._communicator())  # so that wrong ones raise an error here already
 
     def __getattr__(self, name: str) -> NoReturn:
-        no_attribute("an AllreduceCallback", "'AllreduceCallback' object", name)
+        no_attribute("an AllreduceCallback", "'AllreduceCallback' object", name, dir(AllreduceCallback))
 
     @property
     def threshold_bytes(self) -> int:

@@ -40,7 +40,7 @@ from gradsync.communicators.messages import Messages
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.futures import Work
 from gradsync.reduction import Array, ReduceOp, operator_for
-from gradsync.removed import refuse_removed
+from gradsync.words import refuse_removed
 
 BYTE = np.dtype(np.uint8)
 

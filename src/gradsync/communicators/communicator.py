@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import LayoutsDiffer, agreement_on, digest_of
@@ -18,6 +18,7 @@ from gradsync.communicators.messages import Messages
 from gradsync.errors import InvalidArgument, PlanMismatch, describe
 from gradsync.futures import CollectiveFuture, Failed, LoggedFuture, Work, refuse_in_callback
 from gradsync.machine import machine_identity
+from gradsync.words import no_attribute
 
 if TYPE_CHECKING:
     from typing import Self
@@ -61,6 +62,9 @@ class Communicator(Collectives):
         self.device = backend.device
         self.recorder = backend.recorder
         self.on_exit: Callable[[BaseException | None], None] | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        no_attribute("a Communicator", "'Communicator' object", name, dir(self))
 
     def _finish(self, what: str, work: Work, result: Any) -> Any:
         if isinstance(work, Launch) and work.has_host_results:

@@ -10,8 +10,8 @@ from gradsync.arguments import DEFAULT_COLLECTIVE_TIMEOUT_SECONDS
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message
 from gradsync.communicators.communicator import Communicator
-from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import InvalidArgument
+from gradsync.launchers import RankEnvironment, WorldSettings
 from gradsync.reduction import Array, ReduceOp
 
 

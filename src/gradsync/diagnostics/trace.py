@@ -11,7 +11,6 @@ function at the end of each phase.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -21,7 +20,6 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
-from statistics import fmean
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +53,7 @@ class Tracer:
         phases: each phase of a collective: the recorder and the number of the collective, the name, begin and end.
         steps: each step: the number of its gradients, begin and end.
         place: the rank and the world size of the process group that began last.
+        is_writing, is_terminated: whether the files are being written, and whether SIGTERM has come.
         wall_offset: the wall clock minus the monotonic clock, in seconds, to compare the times of several machines.
     """
 
@@ -64,6 +63,7 @@ class Tracer:
         self.steps: deque[tuple[int, float, float]] = deque(maxlen=_MAX_EVENTS)
         self.place = (0, 1)
         self.wall_offset = time.time() - monotonic()
+        self.is_writing = self.is_terminated = False
         self._step_began: dict[FlightRecorder, float] = {}
 
     def begin_step(self, recorder: FlightRecorder) -> None:
@@ -144,45 +144,33 @@ def begin(rank: int, world_size: int) -> None:
         active, recording.traced = Tracer(folder), []
     active.place = rank, world_size
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _write_first)
+        signal.signal(signal.SIGTERM, _on_sigterm)
 
 
-def _write_first(number: int, _frame: object) -> None:
-    signal.signal(number, signal.SIG_IGN)
+def _on_sigterm(_number: int, _frame: object) -> None:
     if active is not None:
+        active.is_terminated = True
         end(*active.place)
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)
 
 
 def end(rank: int, world_size: int) -> None:
-    """Writes this rank's trace, if a trace is on. The last rank also writes the files about all ranks. Never raises."""
-    if active is None:
+    """Writes this rank's trace, if a trace is on. The last rank also writes the files about all ranks. Never raises.
+
+    A SIGTERM that comes meanwhile ends the rank only afterwards.
+    """
+    if active is None or active.is_writing:
         return
+    active.is_writing = True
     try:
-        with _after_sigterm():
-            _write(active.folder / _name_of(rank), _events(active, rank))
-            _join(active.folder, world_size)
+        _write(active.folder / _name_of(rank), _events(active, rank))
+        _join(active.folder, world_size)
     except Exception as error:  # the program has ended well, or with an error of its own
         _log.warning("the trace was not written: %s", describe(error))
-
-
-@contextlib.contextmanager
-def _after_sigterm() -> Iterator[None]:
-    """Lets a SIGTERM in the block take effect at its end: after a failure the launcher soon asks all ranks to end."""
-    previous = signal.getsignal(signal.SIGTERM)
-    # Only the main thread can install handlers. None: the handler is not one of Python, and could not be restored.
-    if previous is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    try:
-        yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
-        if came:
-            signal.raise_signal(signal.SIGTERM)
+        active.is_writing = False
+    if active.is_terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _name_of(rank: int) -> str:
@@ -309,7 +297,7 @@ def summary_of(by_rank: Mapping[int, list[Event]]) -> list[str]:
     if not ends:
         return _who_came_last(list(began.values()), 1, "")
     steps = max(map(len, ends.values())) - 1
-    step_us = fmean([(of_rank[-1] - of_rank[0]) / (len(of_rank) - 1) for of_rank in ends.values()])
+    step_us = _mean([(of_rank[-1] - of_rank[0]) / (len(of_rank) - 1) for of_rank in ends.values()])
     parts: dict[str, float] = defaultdict(float)
     for rank, of_rank in ends.items():
         for part, begin_us, end_us in _spans(by_rank[rank], began):
@@ -371,9 +359,13 @@ def _who_came_last(collectives: list[dict[int, float]], steps: int, each: str) -
     for times in collectives:
         if len(times) > 1:
             last = max(times, key=times.__getitem__)
-            waited[last].append(times[last] - fmean([at for rank, at in times.items() if rank != last]))
+            waited[last].append(times[last] - _mean([at for rank, at in times.items() if rank != last]))
     if not waited:
         return []
     rank, us = max(waited.items(), key=lambda of_rank: sum(of_rank[1]))
     came = f"came last to {len(us)} of {sum(map(len, waited.values()))} collectives"
     return [f"most waited for: rank {rank}, {_ms(sum(us) / steps)}{each}; it {came}"]
+
+
+def _mean(values: list[float]) -> float:  # every rank imports this module, and the module statistics takes 2 ms
+    return sum(values) / len(values)

@@ -25,8 +25,9 @@ from gradsync.arguments import (
     parse_address,
     port_beside,
 )
-from gradsync.environment import ALLOW_SHARED_GPU, variables_of_mpi
+from gradsync.environment import ALLOW_SHARED_GPU
 from gradsync.errors import BackendUnavailable, InvalidArgument
+from gradsync.launchers import RUN_ID, RUN_ID_OF_GRADSYNC, variables_of_mpi
 from gradsync.machine import address_towards, blas_thread_variables, count_gpus, interface_of, visible_gpus
 from gradsync.rendezvous.secret_files import Endpoint
 
@@ -43,11 +44,13 @@ class Target(NamedTuple):
         record: the data that a rank reads at its start (the start record); `marshal` can write all of it.
         command_line: the arguments that `ps` shows for the rank.
         descriptors: file descriptors that the ranks inherit.
+        wrapper: the command that starts each rank's interpreter, such as ("numactl", "-N0"); see `Job.wrap`.
     """
 
     record: dict[str, Any]
     command_line: tuple[str, ...]
     descriptors: tuple[int, ...] = ()
+    wrapper: tuple[str, ...] = ()
 
     def mpi_command(self, world_size: int) -> str:
         """Returns the `mpiexec` command that starts these ranks; ranks that use MPI need MPI's own launcher."""
@@ -81,6 +84,7 @@ class Job:
         stdin_rank: the rank that gets this process's standard input, or None; the other ranks read /dev/null.
         grace_seconds: how many seconds the ranks have to end, after the launcher has asked them to end, before SIGKILL.
         max_restarts: the limit of restarts; a restart starts all ranks again after a failure.
+        wrap: the command that starts each rank's interpreter, as a shell splits it, such as "numactl -N0"; "" for none.
         removed_variables: the names of variables of this process that ranks do not inherit.
         variables: further environment variables of the ranks.
         own_address: the address of this machine's interface towards the rendezvous server, if several launchers share
@@ -105,6 +109,7 @@ class Job:
     stdin_rank: int | None = 0
     grace_seconds: float = DEFAULT_GRACE_SECONDS
     max_restarts: int = 0
+    wrap: str = ""
     removed_variables: frozenset[str] = frozenset()
     variables: Mapping[str, str] = field(default_factory=dict)
     own_address: str | None = field(default=None, init=False)
@@ -120,12 +125,27 @@ class Job:
         if self.master_port is not None:
             self.master_port = check_port(_WHO, "master_port", self.master_port)
         check_seconds(_WHO, "the grace period", self.grace_seconds)
+        if self.wrap:
+            self.target = self.target._replace(wrapper=_split_wrapper(self.wrap))
         if self.world_size == 0:
             self.world_size = self.rank_start + self.n_ranks
         if self.endpoint is not None and self.n_ranks < self.world_size:
             host, port = parse_address(self.endpoint.address)
             self.own_address = address_towards(host, port)
             self.master_port = self.master_port or port_beside(port)
+
+
+def _split_wrapper(text: str) -> tuple[str, ...]:
+    import shlex  # imported here, as below, to keep the start short
+    import shutil
+
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise InvalidArgument(f"wrap needs to be a command, got {text!r}: {error}") from None
+    if not words or shutil.which(words[0]) is None:
+        raise InvalidArgument(f"wrap needs to begin with a program that can be found, got {text!r}")
+    return tuple(words)
 
 
 # -- Environment variables ---------------------------------------------------------------------------------------------
@@ -149,13 +169,12 @@ def rank_environment(
         restart: the number of restarts before this start of the ranks.
         environ: the environment variables of this process.
     """
-    rank = str(job.rank_start + local_rank)
-    world_size = str(job.world_size)
+    rank, world_size = str(job.rank_start + local_rank), str(job.world_size)
+    # Ranks do not inherit these variables: a secret of this process belongs to a different run, and the variables of
+    # mpiexec describe this process.
+    removed = job.removed_variables | {environment.SECRET, environment.SECRET_FILE} | variables_of_mpi(environ)
+    kept = {name: value for name, value in environ.items() if name not in removed}
     own: dict[str, str] = {
-        environment.RANK: rank,
-        environment.WORLD_SIZE: world_size,
-        environment.LOCAL_RANK: str(local_rank),
-        environment.LOCAL_WORLD_SIZE: str(job.n_ranks),
         environment.ADDRESS: endpoint.address,
         environment.BACKEND: job.backend,
         "RANK": rank,
@@ -165,16 +184,8 @@ def rank_environment(
         "MASTER_ADDR": job.master_addr,
         "MASTER_PORT": str(master_port),
     }
-    if endpoint.secret:
-        own[environment.HOSTED] = "1"
     if job.gpus is not None:
         own["CUDA_VISIBLE_DEVICES"] = job.gpus[local_rank]
-    # Ranks do not inherit these variables: a secret of this process belongs to a different run, and the variables of
-    # mpiexec describe this process.
-    of_gradsync = {environment.SECRET, environment.SECRET_FILE, environment.HOSTED}
-    removed = job.removed_variables | of_gradsync | variables_of_mpi(environ)
-    kept = {name: value for name, value in environ.items() if name not in removed}
-    blas = blas_thread_variables(job.n_ranks, environ)
     torchrun = {
         # torchrun calls a machine a group. These values are right if all machines have equally many ranks.
         "GROUP_RANK": str(job.rank_start // job.n_ranks),
@@ -184,32 +195,33 @@ def rank_environment(
         "ROLE_WORLD_SIZE": world_size,
         "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
-        "TORCHELASTIC_RUN_ID": f"gradsync-{os.getpid()}",
+        RUN_ID: f"{RUN_ID_OF_GRADSYNC}{os.getpid()}",
         # With this value rank 0 hosts PyTorch's store at MASTER_PORT, because no agent of torchrun hosts the store.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    return _nccl_variables(job) | kept | blas | torchrun | dict(job.variables) | own
+    return kept | _added_variables(job, environ) | torchrun | dict(job.variables) | own
 
 
 def log_added_variables(job: Job, environ: Mapping[str, str] = os.environ) -> None:
     """Logs the variables (of NCCL, and for the number of threads) that the launcher sets and the user has not set."""
     environment.configure_logging(environ)
-    added = _nccl_variables(job) | blas_thread_variables(job.n_ranks, environ)
-    names = " ".join(f"{name}={value}" for name, value in added.items() if name not in environ)
+    names = " ".join(f"{name}={value}" for name, value in _added_variables(job, environ).items())
     if names:
         import logging  # imported here to keep the start short
 
         logging.getLogger("gradsync").info("variables that gradsync sets in the ranks, unless you set them: %s", names)
 
 
-def _nccl_variables(job: Job) -> dict[str, str]:
-    """Returns variables that make NCCL use the interface of `own_address`; the user's variables take precedence."""
+def _added_variables(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that a user may set, and has not set: threads, and NCCL's interface towards the server."""
+    added = blas_thread_variables(job.n_ranks, environ)
     interface = None if job.own_address is None else interface_of(job.own_address)
-    if job.own_address is None or interface is None:
-        return {}
-    family = {"NCCL_SOCKET_FAMILY": "AF_INET6"} if ":" in job.own_address else {}
-    return {"NCCL_SOCKET_IFNAME": f"={interface}"} | family  # "=" asks for an exact match
+    if job.own_address is not None and interface is not None:
+        added["NCCL_SOCKET_IFNAME"] = f"={interface}"  # "=" asks for an exact match
+        if ":" in job.own_address:
+            added["NCCL_SOCKET_FAMILY"] = "AF_INET6"
+    return {name: value for name, value in added.items() if name not in environ}
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
@@ -232,7 +244,10 @@ def parse_gpus(gpus: str | Sequence[int | str]) -> tuple[str, ...]:
         raise InvalidArgument(f'gpus needs to be text such as "0,1" or a list of GPUs, got {gpus!r}')
     names: list[str] = []
     for entry in gpus.split(",") if isinstance(gpus, str) else gpus:
-        name = _name_of(entry, gpus)
+        name = str(entry if isinstance(entry, str) else integer_of(entry)).strip()
+        if not name.isascii() or not _GPU.fullmatch(name):
+            raise InvalidArgument(f"gpus needs numbers from 0, GPU-... or MIG-... names, got {entry!r} in {gpus!r}")
+        name = str(int(name)) if name.isdigit() else name
         if name in names:
             raise InvalidArgument(
                 f"gpus names GPU {name} twice: {gpus!r}; name each GPU once (if ranks should share "
@@ -270,15 +285,6 @@ def choose_gpus(gpus: str | Sequence[int | str], n_ranks: int, environ: Mapping[
     for name in names:
         _check_visible(name, environ)
     return [names[rank % len(names)] for rank in range(n_ranks)]
-
-
-def _name_of(entry: int | str, gpus: str | Sequence[int | str]) -> str:
-    """Returns an entry of the user's list in the syntax of CUDA_VISIBLE_DEVICES."""
-    number = entry if isinstance(entry, str) else integer_of(entry)
-    text = str(number).strip()
-    if not text.isascii() or not _GPU.fullmatch(text):
-        raise InvalidArgument(f"gpus needs numbers from 0, GPU-... or MIG-... names, got {entry!r} in {gpus!r}")
-    return str(int(text)) if text.isdigit() else text
 
 
 def _check_visible(name: str, environ: Mapping[str, str]) -> None:

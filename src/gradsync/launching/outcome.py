@@ -83,10 +83,12 @@ class Outcome(NamedTuple):
         ranks: how each rank ended, in the order of the ranks.
         signal_number: the number of the signal that the launcher received, and that ended the run; None without a
             signal.
+        has_joined: whether a rank has joined the rendezvous, as far as this launcher knows.
     """
 
     ranks: tuple[RankOutcome, ...]
     signal_number: int | None = None
+    has_joined: bool = True
 
     @property
     def root_cause(self) -> RankOutcome | None:

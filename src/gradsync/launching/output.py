@@ -1,16 +1,18 @@
-"""Writes the output of the launcher and its ranks to the launcher's own streams.
+r"""Shows the ranks' output on the launcher's own streams, and keeps it: log files, and the last lines for the report.
 
-If the launcher shows prefixes, each line of a rank begins with the rank.
+With prefixes each line begins with its rank, and a line is what a terminal shows of it in the end: of a progress bar,
+which a program overwrites with \r, the last state. An unfinished line is shown after a moment, as it may be a question;
+of an unfinished bar, one state a second on a terminal, and one in ten seconds in a file, such as the log of a CI.
+Sequences that move the cursor are left out: they would overwrite the lines of other ranks. Without prefixes all bytes
+pass unchanged.
 
-A thread reads the ranks' pipes and writes to a stream of the launcher; streams to the same terminal or file share one
-thread. A blocked terminal blocks this thread, and not the supervisor's loop; ranks then wait in print(), as without a
-launcher. The thread reads and writes bytes, so that bytes that are not valid text stay unchanged.
+One thread reads the ranks' pipes for each stream of the launcher, or one for both if they lead to the same terminal or
+file. A blocked terminal blocks this thread, and not the supervisor; ranks then wait in print(), as without a launcher.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import select
@@ -18,27 +20,25 @@ import selectors
 import threading
 import time
 import weakref
-from collections.abc import Container
+from collections import deque
+from collections.abc import Callable, Container
 from typing import TextIO
 
 from gradsync.errors import InvalidArgument
+from gradsync.machine import start_thread
 
 #: How long the report of a failure waits for a blocked terminal, if the launcher has more to do after the report.
 REPORT_SECONDS = 1.0
 _READ_BYTES = 64 * 1024
-_TAIL_BYTES = 16 * 1024
-_CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # the bytes of UTF-8 that begin no character
-# After this time the launcher shows an incomplete line, because this line may be a question to the user.
-_PARTIAL_LINE_SECONDS = 0.1
-# After a state of a progress bar, the launcher shows no other state for this time: tqdm draws ten states a second.
-_BAR_SECONDS = 1.0
+_KEPT_LINES, _KEPT_BYTES = 50, 4096  # the last lines of a rank, and the end of each
+_MAX_LINE_BYTES = 256 * 1024  # a longer line is shown in pieces, so that memory stays bounded
+_UNFINISHED_SECONDS = 0.1
+_BAR_SECONDS = {True: 1.0, False: 10.0}  # between two states of a bar: on a terminal, and in a file
 
-# The launcher writes a line up to this length whole, and a longer line in pieces, so that memory stays bounded.
-_MAX_LINE_BYTES = 256 * 1024
-
-# The states of a line that a later state has overwritten.
-_OVERWRITTEN = re.compile(rb"^[^\n]*\r(?![\r\n])", re.MULTILINE)
-_CONTROL_SEQUENCE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+_MOVE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-ln-z]")  # a control sequence that is no colour
+_COLOURS = re.compile(rb"\x1b\[[0-9;]*m")
+# A program with several bars moves up, and down again by a newline: all this is one line that is drawn again.
+_UP_AND_DOWN = re.compile(rb"\x1b\[1?A([^\n]*)\n")
 _LOG_NAME = re.compile(r"rank-(\d+)(?:\.restart-\d+)?\.log", re.ASCII)
 
 
@@ -77,14 +77,15 @@ def _takes_text(stream: TextIO, wait_seconds: float) -> bool:
 
 
 class OutputForwarder:
-    """Writes the ranks' output to the launcher's streams, with a thread for each stream.
+    """Shows the output of ranks, and keeps it.
 
     Args:
         stdout: the stream that gets the ranks' stdout. None (Python's value for a closed stream) drops this output.
         stderr: the stream that gets the ranks' stderr; None drops this output.
-        prefix: whether each line begins with its rank; if False, lines stay unchanged.
-        log_dir: the folder for the ranks' log files, one for each rank; see `prepare_log_directory`.
-        restart, ranks_elsewhere: see `prepare_log_directory`.
+        prefix: whether each line begins with its rank; if False, all bytes stay unchanged.
+        log_dir: the folder for the ranks' log files, one for each rank; see `_prepare_logs`.
+        restart: how many times the ranks have been started before.
+        ranks_elsewhere: the ranks of other launchers, whose logs in the same folder stay.
 
     Raises:
         InvalidArgument: log_dir cannot be made or written to.
@@ -100,43 +101,38 @@ class OutputForwarder:
         restart: int = 0,
         ranks_elsewhere: Container[int] = (),
     ) -> None:
-        self._log_dir = log_dir
-        self._restart = restart
         if log_dir is not None:
-            prepare_log_directory(log_dir, restart, ranks_elsewhere)
+            _prepare_logs(log_dir, restart, ranks_elsewhere)
+        self._log_dir, self._log_end = log_dir, f".restart-{restart}.log" if restart else ".log"
         out, err = (_descriptor_of(stream) for stream in (stdout, stderr))
-        # Streams that lead to the same terminal or file share a thread, so that their lines do not mix.
-        descriptors = (out,) if out == err or (out >= 0 and err >= 0 and _is_same_file(out, err)) else (out, err)
-        # Of standard output the loss is told: ranks see only that their pipe has no reader, not why.
-        self._writers = [
-            _Writer(descriptor, prefix, warnings=err, tells_loss=descriptor == out) for descriptor in descriptors
-        ]
-        self._ranks: dict[int, RankOutput] = {}
+        is_one = out == err or (out >= 0 and err >= 0 and os.path.samestat(os.fstat(out), os.fstat(err)))
+        self._screens = [_Screen(out, err, prefix), *([] if is_one else [_Screen(err, err, prefix)])]
+        self._kept: dict[int, _Kept] = {}
 
     def add(self, rank: int, stdout_fd: int, stderr_fd: int) -> None:
-        """Adds the pipes of a rank's output; this object closes their read ends. Call this method before `start`.
+        """Adds the pipes of a rank's output; this object closes their read ends.
 
         Args:
-            rank: the rank; add each rank only once.
+            rank: the rank; a rank that is started again is added again.
             stdout_fd: the read end of the pipe for the rank's stdout.
             stderr_fd: the read end of the pipe for the rank's stderr.
         """
-        log = None if self._log_dir is None else os.path.join(self._log_dir, log_name(rank, self._restart))
-        output = self._ranks[rank] = RankOutput(log)
-        for writer, descriptor in ((self._writers[0], stdout_fd), (self._writers[-1], stderr_fd)):
-            writer.add(_RankStream(rank, descriptor, output))
+        log = None if self._log_dir is None else os.path.join(self._log_dir, f"rank-{rank}{self._log_end}")
+        kept = self._kept[rank] = _Kept(log, self._screens[0].warn)
+        self._screens[0].add(_Stream(rank, stdout_fd, kept))
+        self._screens[-1].add(_Stream(rank, stderr_fd, kept))
 
     def start(self) -> None:
         """Starts the threads."""
-        for writer in self._writers:
-            writer.start()
+        for screen in self._screens:
+            start_thread(screen.thread)
 
     def tail(self, rank: int) -> list[str]:
         """Returns the last lines that a rank has printed, as text."""
-        return self._ranks[rank].last_lines()
+        return self._kept[rank].last_lines()
 
     def finish(self, wait_seconds: float) -> bool:
-        """Writes all output that has arrived, and ends the threads. Call this method again to wait for longer.
+        """Shows all output that has arrived, and ends the threads. Call this method again to wait for longer.
 
         Args:
             wait_seconds: how long to wait for a blocked terminal or a slow reader.
@@ -144,267 +140,242 @@ class OutputForwarder:
         Returns:
             Whether the threads have ended. If not, the threads continue until the program ends.
         """
-        for writer in self._writers:
-            writer.end()
         deadline = time.monotonic() + wait_seconds
-        return all(writer.has_ended(max(0.0, deadline - time.monotonic())) for writer in self._writers)
+        for screen in self._screens:
+            screen.end()
+        for screen in self._screens:
+            screen.thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(screen.thread.is_alive() for screen in self._screens)
 
 
-class RankOutput:
-    """The last output of a rank on both of its streams, and its log file. Any thread may use this object.
+class _Kept:
+    """What is kept of a rank's output: the last lines of both streams, and the log file. Any thread may use it."""
 
-    Args:
-        log: the path of the log file, if the user wants one. The file gets the bytes of both streams, in order of
-            arrival.
-    """
-
-    def __init__(self, log: str | None) -> None:
+    def __init__(self, log: str | None, warn: Callable[[str], None]) -> None:
         self._lock = threading.Lock()
-        self._tail = b""
-        self._path = log
-        self._log = -1
-        self._problem: str | None = None
+        self._lines: deque[bytes] = deque(maxlen=_KEPT_LINES)
+        self._unfinished: dict[int, bytes] = {}  # by stream
+        self._path, self._log, self._warn = log, -1, warn
         if log is not None:
             try:
                 self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
                 weakref.finalize(self, os.close, self._log)
-            except OSError as error:  # the run does not need the log
-                self._problem = self._describe(error)
+            except OSError as error:
+                self._lose_log(error)
 
-    def add(self, data: bytes) -> str | None:
-        """Adds a chunk of output. Returns the text of the log's first error, or None; after an error the log ends."""
+    def add(self, stream: int, data: bytes) -> None:
         with self._lock:
-            self._tail = (self._tail + data)[-_TAIL_BYTES:]
-            problem, self._problem = self._problem, None
+            *lines, rest = _flat(self._unfinished.get(stream, b"") + data).split(b"\n")
+            self._lines.extend(line[-_KEPT_BYTES:] for line in lines[-_KEPT_LINES:])
+            self._unfinished[stream] = rest[-_KEPT_BYTES:]
             try:
                 if self._log >= 0:
                     _write_all(self._log, data)
             except OSError as error:
-                self._log = -1
-                problem = self._describe(error)
-            return problem
+                self._lose_log(error)
 
-    def _describe(self, error: OSError) -> str:
-        return f"log file {self._path} cannot be written: {error.strerror}; it is incomplete from here on"
+    def _lose_log(self, error: OSError) -> None:
+        self._log = -1  # the run does not need the log
+        self._warn(f"warning: log file {self._path} is incomplete, as it cannot be written: {error.strerror}")
 
     def last_lines(self) -> list[str]:
-        """Returns the last lines as text, each as a terminal shows it."""
         with self._lock:
-            tail = self._tail
-        if len(tail) == _TAIL_BYTES:
-            # The tail begins within a line: drops this line, or only a broken character if there is no other line.
-            first, _, rest = tail.partition(b"\n")
-            tail = rest or first.lstrip(_CONTINUATION_BYTES)
-        lines = tail.replace(b"\r\n", b"\n").decode("utf-8", "replace").split("\n")
-        return [line.rstrip("\r").rpartition("\r")[2] for line in (lines if lines[-1] else lines[:-1])]
+            lines = [*self._lines, *filter(None, self._unfinished.values())]
+        return [line.decode("utf-8", "replace") for line in _lines_of(b"\n".join(lines))]
 
 
-class _RankStream:
-    """One stream of one rank: the read end of its pipe, and its incomplete line."""
+class _Stream:
+    """One stream of one rank: the read end of its pipe, and its unfinished line."""
 
-    def __init__(self, rank: int, descriptor: int, output: RankOutput) -> None:
+    def __init__(self, rank: int, descriptor: int, kept: _Kept) -> None:
         os.set_blocking(descriptor, False)
-        self.rank = rank
-        self.descriptor = descriptor
-        self.output = output
-        self.rest = b""  # the part of the incomplete line that is not shown yet, or that may still change
-        self.due: float | None = None  # when to show an incomplete line
-        self.shown_state: bytes | None = None  # of the incomplete line
+        self.rank, self.descriptor, self.kept = rank, descriptor, kept
+        self.rest = b""  # the part of the unfinished line that is not shown yet, or may be overwritten
+        self.due: float | None = None  # when to show it
+        self.shown: bytes | None = None  # the state of an unfinished bar that is shown already
         self.next_state_at = 0.0
 
 
-class _Writer(threading.Thread):
-    r"""A thread that copies the ranks' pipes to one destination; a blocked destination blocks only this thread.
-
-    With prefixes, the thread writes the states of a progress bar, which a program overwrites with \r, as lines: the
-    last state, and before it at most one state a second.
+class _Screen:
+    """One stream of the launcher, with the thread that copies ranks' output to it.
 
     Args:
         descriptor: the descriptor to write to; -1 drops the output.
-        prefix: whether each line begins with its rank.
         warnings: the descriptor that gets the warnings; -1 drops the warnings.
-        tells_loss: whether to print the reason if nothing can be written to the destination any more.
+        prefix: whether each line begins with its rank.
     """
 
-    def __init__(self, descriptor: int, prefix: bool, *, warnings: int, tells_loss: bool) -> None:
-        super().__init__(name="gradsync output", daemon=True)
-        self._descriptor = descriptor
-        self._has_prefix = prefix
-        self._warnings = warnings
+    def __init__(self, descriptor: int, warnings: int, prefix: bool) -> None:
+        self.thread = threading.Thread(target=self._run, name="gradsync output", daemon=True)
+        self._descriptor, self._warnings, self._has_prefix = descriptor, warnings, prefix
         self._is_terminal = descriptor >= 0 and os.isatty(descriptor)
-        self._tells_loss = tells_loss
-        self._streams: list[_RankStream] = []  # the streams that have not ended
-        self._label_width = 0
-        self._open: object = None  # the rank, or the stream of a rank, whose incomplete line is the last output
-        # poll() takes any descriptor; epoll refuses files, and /dev/null.
-        self._selector = selectors.PollSelector()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._width = 0  # of the longest prefix
+        self._new: deque[_Stream] = deque()
+        self._streams: list[_Stream] = []  # that have not ended
+        self._open: _Stream | None = None  # the stream whose unfinished line is shown last
         self._is_ending = False
+        self._selector = selectors.PollSelector()  # epoll refuses files, and /dev/null
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._wake)  # not by the thread: `end` may write while the thread ends
         self._selector.register(self._wake, selectors.EVENT_READ)
 
-    def add(self, stream: _RankStream) -> None:
-        """Adds a stream; call this method before the thread starts."""
-        self._streams.append(stream)
-        self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
-        self._label_width = max(self._label_width, len(_label(stream.rank)))
+    def add(self, stream: _Stream) -> None:
+        """Adds a stream, before or while the thread runs."""
+        self._width = max(self._width, len(_prefix(stream.rank)))
+        self._new.append(stream)
+        os.eventfd_write(self._wake, 1)
 
     def end(self) -> None:
         """Makes the thread end, once it has read all output that has arrived so far."""
+        if self._is_ending:
+            return
+        if self.thread.ident is None:
+            start_thread(self.thread)
         self._is_ending = True
-        if self.ident is None:
-            self.start()
-        if self._wake >= 0:
-            os.eventfd_write(self._wake, 1)  # never read, so that select returns at once from now on
+        os.eventfd_write(self._wake, 1)
 
-    def has_ended(self, wait_seconds: float) -> bool:
-        """Waits for the end of the thread; returns whether it has ended."""
-        self.join(wait_seconds)
-        if not self.is_alive() and self._wake >= 0:
-            self._selector.close()
-            os.close(self._wake)
-            self._wake = -1
-        return not self.is_alive()
-
-    def run(self) -> None:
-        """Writes lines until all streams have ended; after `end`, a stream ends when it has nothing more to read."""
-        while self._streams:
-            is_ending = self._is_ending
-            ready = {key.fd: key.data for key, _ in self._selector.select(self._seconds_to_wait(is_ending))}
-            for stream in ready.values():
-                if stream in self._streams:  # otherwise the destination was lost meanwhile
-                    self._read(stream)
-            for stream in list(self._streams):
-                if stream.due is not None and stream.due <= time.monotonic():
-                    self._show_rest(stream)
-                elif is_ending and stream.descriptor not in ready:
-                    self._end(stream)  # a process that outlives the run may hold the pipe open
-
-    def _seconds_to_wait(self, is_ending: bool) -> float | None:
-        if is_ending:
-            return 0.0
-        earliest = min((stream.due for stream in self._streams if stream.due is not None), default=None)
-        return None if earliest is None else max(0.0, earliest - time.monotonic())
-
-    def _read(self, stream: _RankStream) -> None:
-        try:
-            data = os.read(stream.descriptor, _READ_BYTES)
-        except BlockingIOError:
-            return
-        if not data:
-            self._end(stream)
-            return
-        problem = stream.output.add(data)
-        if problem is not None:
-            self._warn(f"warning: {problem}")
-        end = data.rfind(b"\n") + 1
-        if end:
-            self._write_lines(stream, stream.rest + data[:end])
-            stream.rest, stream.due = b"", None
-        stream.rest += data[end:]
-        if len(stream.rest) > _MAX_LINE_BYTES:
-            self._show_rest(stream)
-        elif stream.rest and stream.due is None:
-            stream.due = time.monotonic() + _PARTIAL_LINE_SECONDS
-            if self._has_prefix and b"\r" in stream.rest:
-                stream.due = max(stream.due, stream.next_state_at)
-
-    def _show_rest(self, stream: _RankStream) -> None:
-        """Writes an incomplete line: a state of a progress bar, a question to the user, or a part of a long line."""
-        rest, stream.rest, stream.due = stream.rest, b"", None
-        if not self._has_prefix or b"\r" not in rest or len(rest) > _MAX_LINE_BYTES:
-            self._write(stream, rest)
-            return
-        state = _last_state(rest)
-        if not state:
-            stream.rest = b"\r"
-            return
-        # The program may continue this state, or overwrite it.
-        stream.rest = b"\r" + state + b"\r" * rest.endswith(b"\r")
-        if state != stream.shown_state:
-            stream.shown_state, stream.next_state_at = state, time.monotonic() + _BAR_SECONDS
-            self._begin_line()
-            self._write(stream, state + b"\n")
-
-    def _write_lines(self, stream: _RankStream, data: bytes) -> None:
-        """Writes whole lines; with prefixes, of each line only its last state, unless it is shown already."""
-        if self._has_prefix and b"\r" in data:
-            if _OVERWRITTEN.match(data):
-                self._begin_line()
-                data = _OVERWRITTEN.sub(b"", data)
-            first, _, others = data.partition(b"\n")
-            if first.rstrip(b"\r") == stream.shown_state:
-                data = others
-        stream.shown_state = None
-        if data:
-            self._write(stream, data)
-
-    def _begin_line(self) -> None:
-        if self._open is not None:
-            self._open = None
-            self._put(b"\n")
-
-    def _write(self, stream: _RankStream, data: bytes) -> None:
-        """Writes whole lines, or the beginning of a line."""
-        # Without prefixes a rank's stdout may continue a line of its stderr, as without a launcher.
-        owner = stream if self._has_prefix else stream.rank
-        if self._open is not owner:
-            self._begin_line()
-        if self._has_prefix:
-            prefix = self._prefix(stream.rank)
-            begin = b"" if self._open is owner else prefix
-            data = begin + data[:-1].replace(b"\n", b"\n" + prefix) + data[-1:]
-        self._open = None if data.endswith(b"\n") else owner
-        self._put(data)
-
-    def _put(self, data: bytes) -> None:
-        """Writes bytes; closes all pipes if the destination takes no more."""
-        try:
-            if self._descriptor >= 0:
-                _write_all(self._descriptor, data)
-        except OSError as error:
-            if self._tells_loss:
-                why = "its reader has gone" if error.errno == errno.EPIPE else error.strerror
-                self._warn(f"standard output cannot be written: {why}")
-            for lost in list(self._streams):
-                self._forget(lost)
-
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         with contextlib.suppress(OSError):
             if self._warnings >= 0:
                 _write_all(self._warnings, f"gradsync: {text}\n".encode("utf-8", "replace"))
 
-    def _end(self, stream: _RankStream) -> None:
-        """Writes the rest of a stream that has ended, and closes it."""
-        if self._has_prefix and _last_state(stream.rest):
-            self._write_lines(stream, stream.rest + b"\n")
-        elif stream.rest and not self._has_prefix:
-            self._write(stream, stream.rest)
-        if stream not in self._streams:  # the destination was lost just now
+    # -- The thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_ending or self._new or self._streams:
+            is_ending = self._is_ending
+            while self._new:
+                self._streams.append(stream := self._new.popleft())
+                self._selector.register(stream.descriptor, selectors.EVENT_READ)
+            dues = [stream.due for stream in self._streams if stream.due is not None]
+            seconds = 0.0 if is_ending else max(0.0, min(dues) - time.monotonic()) if dues else None
+            ready = {key.fd for key, _ in self._selector.select(seconds)}
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            for stream in list(self._streams):
+                if stream not in self._streams:
+                    break  # the destination was lost
+                if is_ending or stream.descriptor in ready:
+                    self._read(stream)
+                if stream.due is not None and stream.due <= time.monotonic():
+                    self._show_unfinished(stream)
+        self._selector.close()
+
+    def _read(self, stream: _Stream) -> None:
+        try:
+            data = os.read(stream.descriptor, _READ_BYTES)
+        except BlockingIOError:  # in the end: a process that outlives the run may hold the pipe open
+            data = b""
+        if not data:
+            self._end(stream)
             return
-        # Without prefixes, a file or a pipe gets exactly the bytes of the ranks.
-        if self._open in (stream, stream.rank) and (self._has_prefix or self._is_terminal):
+        stream.kept.add(stream.descriptor, data)
+        if not self._has_prefix:
+            self._put(stream, data)
+            return
+        text = _flat(stream.rest + data)
+        end = text.rfind(b"\n") + 1
+        stream.rest = text[end:]
+        if end:
+            stream.due = None
+            self._show_lines(stream, text[:end])
+        if len(stream.rest) > _MAX_LINE_BYTES:
+            self._show_unfinished(stream)
+        elif stream.rest and stream.due is None:
+            state_at = stream.next_state_at if b"\r" in stream.rest else 0.0
+            stream.due = max(time.monotonic() + _UNFINISHED_SECONDS, state_at)
+
+    def _show_lines(self, stream: _Stream, text: bytes) -> None:
+        """Shows whole lines."""
+        if b"\r" in text or b"\x1b" in text:
+            if b"\r" in text.partition(b"\n")[0].rstrip(b"\r"):
+                self._begin_line()  # a bar overwrites the unfinished line
+            text = b"".join([line + b"\n" for line in _lines_of(text, stream.shown)])
+        stream.shown = None
+        if text:
+            self._write(stream, text)
+
+    def _show_unfinished(self, stream: _Stream) -> None:
+        """Shows an unfinished line: a state of a bar, a question to the user, or a piece of a long line."""
+        rest, stream.rest, stream.due = stream.rest, b"", None
+        if b"\r" not in rest or len(rest) > _MAX_LINE_BYTES:
+            self._write(stream, rest)
+            return
+        # The program may continue this state, or overwrite it.
+        state = rest.rstrip(b"\r").rpartition(b"\r")[2]
+        stream.rest = b"\r" + state + b"\r" * rest.endswith(b"\r")
+        if lines := _lines_of(stream.rest, stream.shown):
+            stream.shown = lines[0]
+            stream.next_state_at = time.monotonic() + _BAR_SECONDS[self._is_terminal]
             self._begin_line()
-        if stream in self._streams:
+            self._write(stream, lines[0] + b"\n")
+
+    def _end(self, stream: _Stream) -> None:
+        """Shows the rest of a stream that has ended, and closes it."""
+        if stream.rest:
+            self._show_lines(stream, stream.rest + b"\n")
+        # Without prefixes, a file or a pipe gets exactly the bytes of the ranks.
+        if self._open is stream and (self._has_prefix or self._is_terminal):
+            self._begin_line()
+        if stream in self._streams:  # otherwise the destination was lost just now
             self._forget(stream)
 
-    def _forget(self, stream: _RankStream) -> None:
+    def _begin_line(self) -> None:
+        if self._open is not None:
+            self._put(self._open, b"\n")
+
+    def _write(self, stream: _Stream, text: bytes) -> None:
+        """Writes whole lines, or the beginning of a line, with prefixes."""
+        prefix = _prefix(stream.rank).ljust(self._width)
+        if self._open is not stream:
+            self._begin_line()
+        begin = b"" if self._open is stream else prefix
+        self._put(stream, begin + text[:-1].replace(b"\n", b"\n" + prefix) + text[-1:])
+
+    def _put(self, stream: _Stream, data: bytes) -> None:
+        """Writes bytes; if the destination takes no more, closes all pipes, so that the ranks' next write fails."""
+        self._open = None if data.endswith(b"\n") else stream
+        try:
+            if self._descriptor >= 0:
+                _write_all(self._descriptor, data)
+        except OSError as error:
+            if self._descriptor != self._warnings:  # ranks see only that their pipe has no reader
+                self.warn(f"standard output cannot be written: {error.strerror}")
+            for lost in list(self._streams):
+                self._forget(lost)
+
+    def _forget(self, stream: _Stream) -> None:
         self._streams.remove(stream)
         self._selector.unregister(stream.descriptor)
-        os.close(stream.descriptor)  # the rank's next write fails
-
-    def _prefix(self, rank: int) -> bytes:
-        """Returns the prefix of a rank's lines, padded to the width of the longest prefix."""
-        return _label(rank).ljust(self._label_width) + b" "
+        os.close(stream.descriptor)
 
 
-def _label(rank: int) -> bytes:
-    return b"[rank %d]" % rank
+def _prefix(rank: int) -> bytes:
+    return b"[rank %d] " % rank
 
 
-def _last_state(line: bytes) -> bytes:
-    """Returns what a terminal shows of an incomplete line; b"" if the program has erased the line."""
-    state = line.rstrip(b"\r").rpartition(b"\r")[2]
-    return state if _CONTROL_SEQUENCE.sub(b"", state).strip() else b""
+def _flat(text: bytes) -> bytes:
+    """Joins the lines of several bars that are drawn again and again to one, which has a state after the other."""
+    while b"A" in text and (flat := _UP_AND_DOWN.sub(rb"\r\1\r", text)) != text:
+        text = flat
+    return text
+
+
+def _lines_of(text: bytes, shown: bytes | None = None) -> list[bytes]:
+    """Returns lines as a terminal shows them in the end; leaves out bars that were erased.
+
+    Args:
+        text: one or more lines.
+        shown: the state of the first line that is shown already, if it is a bar.
+    """
+    lines = []
+    for line in text.removesuffix(b"\n").split(b"\n") if text else ():
+        line = line.rstrip(b"\r")
+        state = _MOVE.sub(b"", line.rpartition(b"\r")[2])
+        if b"\r" not in line or (_COLOURS.sub(b"", state).strip() and state != shown):
+            lines.append(state)
+        shown = None
+    return lines
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -429,29 +400,11 @@ def _descriptor_of(stream: TextIO | None) -> int:
     return stream.fileno()
 
 
-def _is_same_file(first: int, second: int) -> bool:
-    """Returns whether two descriptors lead to the same terminal, pipe or file."""
-    return os.path.samestat(os.fstat(first), os.fstat(second))
-
-
-def log_name(rank: int, restart: int) -> str:
-    """Returns the name of a rank's log file: "rank-0.log", or "rank-0.restart-1.log" after the first restart."""
-    return f"rank-{rank}.log" if restart == 0 else f"rank-{rank}.restart-{restart}.log"
-
-
-def prepare_log_directory(directory: str, restart: int = 0, ranks_elsewhere: Container[int] = ()) -> None:
-    """Creates the directory for the logs of a run; the first start removes the logs of an earlier run.
-
-    This function removes only files whose names have the pattern of `log_name`. All other files stay.
-
-    Args:
-        directory: the directory that the user named.
-        restart: the number of times that the ranks have been started before this start.
-        ranks_elsewhere: the ranks of other launchers. The logs of these ranks stay: launchers may share the directory,
-            and each launcher removes the old logs of its own ranks.
+def _prepare_logs(directory: str, restart: int, ranks_elsewhere: Container[int]) -> None:
+    """Makes the folder for the logs of a run; the first start removes the logs of an earlier run, and no other file.
 
     Raises:
-        InvalidArgument: the directory cannot be made, cleared, or written to.
+        InvalidArgument: the folder cannot be made, cleared, or written to.
     """
     try:
         os.makedirs(directory, exist_ok=True)

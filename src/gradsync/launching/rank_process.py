@@ -1,7 +1,9 @@
 """One rank's process, as the launcher controls it: its start, signals, report and end.
 
 A rank starts as a fresh interpreter, which calls `rank_main.main`. There the process forks: the parent guards the
-child, which is the rank.
+child, which is the rank. The user's wrapper (`gradsync run --wrap`) may start the interpreter: a wrapper that becomes
+it, such as numactl, or one that starts it and waits, such as nsys. So the process that this module starts is the guard,
+or above the guard, and lives as long as the guard.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from gradsync.launching.in_rank.guard import ENDED, GAVE_UP, STARTED, STARTED_KIND, GuardDescriptors
+from gradsync.environment import SECRET_FILE, SECRET_IN_MEMORY
+from gradsync.errors import InvalidArgument
+from gradsync.launching.in_rank.guard import ENDED, MESSAGE, STARTED, Descriptors
 from gradsync.launching.in_rank.result import ErrorReport, read_report
 from gradsync.launching.job import Target
-from gradsync.launching.outcome import RankOutcome
+from gradsync.launching.outcome import RankOutcome, signal_name
 from gradsync.launching.signals import no_other_fork
-from gradsync.machine import read_stat
+from gradsync.machine import memory_file, open_process, read_stat
 
 # The rank must import the launcher's own gradsync, even if the current directory has a different one.
 _PACKAGE_PARENT = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
@@ -33,12 +38,25 @@ del sys.path[0]
 main()"""
 
 
-@contextlib.contextmanager
-def start_record(target: Target, secret: bytes, *, shows_lines: bool, has_others: bool) -> Iterator[int]:
-    """Yields the descriptor of an anonymous file with the start record, which every rank reads at its start.
+class StartRecord(NamedTuple):
+    """What every rank finds at its start, as descriptors of files in memory; see `start_record`.
 
-    A pipe is not enough: when the pipe is full, the launcher would wait until a rank reads from the pipe, and could
-    start no other rank.
+    Attributes:
+        program: the program of the ranks, and what they need to know of the launcher.
+        secret: the secret of the run, in hexadecimal digits; -1 if the ranks find the secret themselves.
+    """
+
+    program: int
+    secret: int
+
+
+@contextlib.contextmanager
+def start_record(target: Target, secret: bytes, *, shows_lines: bool, has_others: bool) -> Iterator[StartRecord]:
+    """Yields what every rank finds at its start.
+
+    A pipe is not enough for the program: when the pipe is full, the launcher would wait until a rank reads from the
+    pipe, and could start no other rank. The secret's descriptor stays open in a rank, also when the rank becomes
+    another program (exec); other users can open neither.
 
     Args:
         target: the program of the ranks.
@@ -46,11 +64,35 @@ def start_record(target: Target, secret: bytes, *, shows_lines: bool, has_others
         shows_lines: whether the launcher shows the ranks' output line by line.
         has_others: whether other launchers have ranks of the same run.
     """
-    record = target.record | {"secret": secret, "shows_lines": shows_lines, "has_others": has_others}
-    with open(os.memfd_create("gradsync-start"), "wb") as file:
-        file.write(marshal.dumps(record))
+    record = marshal.dumps(target.record | {"shows_lines": shows_lines, "has_others": has_others})
+    with contextlib.ExitStack() as stack:
+        program = stack.enter_context(_file_in_memory("gradsync-start", record))
+        secrets = stack.enter_context(_file_in_memory(SECRET_IN_MEMORY, secret.hex().encode())) if secret else -1
+        yield StartRecord(program, secrets)
+
+
+@contextlib.contextmanager
+def _file_in_memory(name: str, content: bytes) -> Iterator[int]:
+    with open(memory_file(name), "wb") as file:
+        file.write(content)
         file.flush()
         yield file.fileno()
+
+
+def interpreter() -> str:
+    """Returns the path of the Python interpreter that runs ranks: multiprocessing's, by default this process's own.
+
+    Raises:
+        InvalidArgument: an application with a Python inside knows no interpreter.
+    """
+    spawn = sys.modules.get("multiprocessing.spawn")  # only who has imported it can have chosen another
+    executable = os.fsdecode((spawn.get_executable() if spawn is not None else sys.executable) or "")
+    if not os.access(executable, os.X_OK):
+        raise InvalidArgument(
+            f"ranks need a Python interpreter, and this process names none, but {executable!r}: name one with "
+            "multiprocessing.set_executable(path)"
+        )
+    return executable
 
 
 class RankProcess:
@@ -64,8 +106,8 @@ class RankProcess:
         outcome: the rank's process id, report and exit code, once they are known.
         status: the descriptor of the guard's status pipe. The pipe closes when the rank and all its processes have
             ended.
-        sentinel: a descriptor that is readable when the guard has ended, even if another process holds the status pipe
-            open; -1 if the kernel cannot make one.
+        sentinel: a descriptor that is readable when the process that this object has started has ended, even if another
+            process holds the status pipe open; -1 before Linux 5.3.
         report: the descriptor of the report pipe.
         sent_kill: whether the launcher has sent SIGKILL to the rank.
     """
@@ -74,65 +116,71 @@ class RankProcess:
         self.rank = rank
         self.outcome = RankOutcome(rank)
         self.sent_kill = False
-        self._has_ended = False
-        self.status = self.report = self.sentinel = self._command = self._result_file = -1
-        self._guard: subprocess.Popen[bytes]
+        self._is_told = False  # whether the guard has told how the rank ended, or that it does not end
+        self.status = self.report = self.sentinel = self._command = self._result = -1
+        self._process: subprocess.Popen[bytes]
+        self._command_line: list[str]
         self._command_lock = threading.Lock()  # one thread may signal the rank while another thread closes its pipes
 
     @no_other_fork()
-    def start(self, target: Target, record: int, environ: dict[str, str], streams: tuple[int, ...]) -> None:
+    def start(self, target: Target, record: StartRecord, environ: dict[str, str], streams: tuple[int, ...]) -> None:
         """Starts the rank.
 
         Args:
             target: the program of the rank.
-            record: the descriptor of the start record.
+            record: what the rank finds at its start.
             environ: the environment variables of the rank.
             streams: the descriptors that become the rank's standard input, output and error.
 
         Raises:
-            OSError: the system allows no more processes or open files.
+            OSError: the system allows no more processes or open files, or finds no wrapper of this name.
+            InvalidArgument: this process knows no Python interpreter.
         """
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        self._command_line = [*target.wrapper, interpreter()]
         standard_input, output, error = streams
+        if record.secret >= 0:
+            environ = environ | {SECRET_FILE: f"fd:{record.secret}"}
+        passed = (record.program, record.secret, *target.descriptors)
         with contextlib.ExitStack() as theirs:
             try:
-                descriptors = self._open(theirs)
-                numbers = ",".join(map(str, (self.rank, os.getpid(), record, *descriptors)))
+                descriptors = self._open(theirs, record.program)
+                numbers = ",".join(map(str, (self.rank, *descriptors)))
                 with _interrupts_blocked():
-                    self._guard = subprocess.Popen(
-                        [sys.executable, *flags, "-c", _SHIM, numbers, *target.command_line],
+                    self._process = subprocess.Popen(
+                        [*self._command_line, *flags, "-c", _SHIM, numbers, *target.command_line],
                         env=environ,
                         stdin=standard_input,
                         stdout=output,
                         stderr=error,
-                        pass_fds=(record, *descriptors, *target.descriptors),
-                        # In a new session the rank does not get a Ctrl-C from the terminal, but only from the launcher.
+                        pass_fds=[each for each in (*descriptors, *passed) if each >= 0],
+                        # In a new session the guard gets no Ctrl-C from the terminal.
                         start_new_session=True,
                     )
+                self.sentinel = open_process(self._process.pid)
             except BaseException:
                 self._close()
                 raise
-        with contextlib.suppress(AttributeError, OSError):  # an old kernel, or too many open files
-            self.sentinel = os.pidfd_open(self._guard.pid)
 
-    def _open(self, theirs: contextlib.ExitStack) -> GuardDescriptors:
+    def _open(self, theirs: contextlib.ExitStack, program: int) -> Descriptors:
         """Opens the pipes and the result file. When `theirs` ends, this process closes the ends that the rank uses."""
 
         def give(descriptor: int) -> int:
-            theirs.callback(os.close, descriptor)
+            if descriptor >= 0:
+                theirs.callback(os.close, descriptor)
             return descriptor
 
+        launcher = give(open_process(os.getpid()))
         self.status, status_writer = os.pipe()
-        given = [give(status_writer)]
+        give(status_writer)
         command_reader, self._command = os.pipe()
-        given.append(give(command_reader))
+        give(command_reader)
         self.report, report_writer = os.pipe()
-        given.append(give(report_writer))
-        self._result_file = os.memfd_create("gradsync-result", os.MFD_CLOEXEC)
-        given.append(give(os.dup(self._result_file)))
+        give(report_writer)
+        self._result = memory_file("gradsync-result")
         for descriptor in (self.status, self.report, self._command):
             os.set_blocking(descriptor, False)
-        return GuardDescriptors(*given)
+        return Descriptors(launcher, command_reader, status_writer, program, report_writer, give(os.dup(self._result)))
 
     def read_report(self) -> bool:
         """Reads the rank's report if the report has arrived; returns True if the report may still arrive."""
@@ -140,35 +188,35 @@ class RankProcess:
         if outcome.result is not None or outcome.error is not None:
             return False
         try:
-            message = os.read(self.report, 64)  # such a short message arrives in one piece
+            message = os.read(self.report, 64)
         except BlockingIOError:
             return True
         if message:
-            report = read_report(message, self._result_file)
+            report = read_report(message, self._result)
             if isinstance(report, ErrorReport):
                 outcome.error, outcome.exit_code = report, 1
             else:
-                outcome.result, self._result_file = report, -1
+                outcome.result, self._result = report, -1
         return False
 
     def read_status(self) -> bool:
-        """Reads the guard's messages; returns whether the guard still runs."""
+        """Reads the guard's messages; returns whether more may come."""
         try:
-            data = os.read(self.status, 64)  # such short messages arrive in one piece
+            data = os.read(self.status, 4 * MESSAGE.size)  # such short messages arrive in one piece
         except BlockingIOError:
             return True
-        is_open = bool(data)
-        while data:
-            if data[:1] == STARTED_KIND:
-                (_, self.outcome.pid), data = STARTED.unpack_from(data), data[STARTED.size :]
+        for kind, number, peak_bytes in MESSAGE.iter_unpack(data):
+            if kind == STARTED:
+                self.outcome.pid = number
             else:
-                (_, code, self.outcome.peak_bytes), data = ENDED.unpack_from(data), data[ENDED.size :]
-                self._end(code)
-        return is_open
+                self._is_told = True
+                if kind == ENDED:
+                    self.outcome.peak_bytes = peak_bytes
+                    self._end(number)
+        return bool(data)
 
     def _end(self, code: int) -> None:
         """Records the end of the rank, whose guard may still be ending the processes that the rank started."""
-        self._has_ended = True
         self.read_report()
         if self.outcome.error is None:
             self.outcome.exit_code = code
@@ -179,15 +227,15 @@ class RankProcess:
         return self.status < 0
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal, through the guard, to the rank's process group."""
+        """Sends a signal, through the guard, to the rank; see `guard.ENDING` and `guard.WARNING`."""
         self.sent_kill = self.sent_kill or number == signal.SIGKILL
         with self._command_lock:
             if self._command >= 0:
                 with contextlib.suppress(BrokenPipeError, BlockingIOError):
                     os.write(self._command, bytes([number]))
-            if self.sentinel >= 0 and number in (signal.SIGTERM, signal.SIGKILL):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    signal.pidfd_send_signal(self.sentinel, signal.SIGCONT)  # a paused guard could not end its rank
+                if number in (signal.SIGTERM, signal.SIGKILL):
+                    with contextlib.suppress(PermissionError):
+                        self._process.send_signal(signal.SIGCONT)  # a paused guard could not end its rank
 
     def is_paused(self) -> bool:
         """Whether a signal such as SIGSTOP has paused the rank, so that the rank reports nothing until SIGCONT."""
@@ -195,28 +243,45 @@ class RankProcess:
         return found is not None and found.state == "T"
 
     def reap(self) -> None:
-        """Handles the end of a rank whose status pipe has closed, or whose guard has ended."""
-        code = self._guard.wait()
-        if not self._has_ended and code != GAVE_UP:
-            # The guard never began, or somebody killed the guard and the rank died with it.
-            self._end(code or -signal.SIGKILL)
-            if self.outcome.pid:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.outcome.pid, signal.SIGKILL)
+        """Handles the end of a rank whose status pipe has closed, or whose process has ended."""
+        code = self._process.wait()
+        if not self._is_told:
+            self._end_untold(code)
         self._close()
+
+    def _end_untold(self, code: int) -> None:
+        """Records the end of a rank whose guard has never begun, or was killed; `code` is the process's exit code."""
+        pid, command = self.outcome.pid, " ".join(self._command_line)
+        is_wrapped = len(self._command_line) > 1
+        ended = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        if not pid:
+            text = f"{command} {ended} before the rank began"
+            if code == 0:
+                text += ": it needs to run the Python that follows, and to wait for its end"
+            code = code or 1
+        else:
+            who = command if is_wrapped else "its guard"
+            text = f"{who} (pid {self._process.pid}) {ended}, and the rank with it"
+            code = min(code, 0) or -signal.SIGKILL
+            if not is_wrapped:  # behind a wrapper, `pid` may be that of another pid namespace
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+        self._end(code)
+        if self.outcome.error is None:
+            self.outcome.error = ErrorReport(f"gradsync: {text}\n", text)
 
     def abandon(self) -> None:
         """Abandons a rank that could not be killed: kills its guard, so that the kernel kills the rank when it can."""
         with contextlib.suppress(PermissionError):
-            self._guard.kill()
+            self._process.kill()
         self._close()
 
     def _close(self) -> None:
         with self._command_lock:
-            for descriptor in (self.report, self.status, self.sentinel, self._command, self._result_file):
+            for descriptor in (self.report, self.status, self.sentinel, self._command, self._result):
                 if descriptor >= 0:
                     os.close(descriptor)
-            self.report = self.status = self.sentinel = self._command = self._result_file = -1
+            self.report = self.status = self.sentinel = self._command = self._result = -1
 
 
 @contextlib.contextmanager

@@ -15,13 +15,16 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+from gradsync.launching.in_rank.guard import ENDING, WARNING
 
+_HANDLED = (*ENDING, signal.SIGTSTP)
 _LAST_STANDARD_DESCRIPTOR = 2
 
 
 class SignalInbox:
     """A context in which SIGINT, SIGTERM, SIGHUP and SIGTSTP have no effect, and the inbox collects these signals.
+
+    It collects what schedulers send as a warning, too, unless the program has handlers of its own for them.
 
     Only the main thread can install handlers, so an inbox in another thread gets no signals. A signal that the process
     ignores (as under nohup, or in a background job) stays ignored. If the process ignores SIGCHLD, the inbox restores
@@ -59,10 +62,11 @@ class SignalInbox:
             # handler, or is written to the pipe, or both.
             self._previous_wakeup = -1  # in case a signal handler raises during the next line
             self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            for number in _SIGNALS:
+            for number in (*_HANDLED, *WARNING):
                 previous = signal.getsignal(number)
                 # None means that the handler was not installed from Python, and could not be restored.
-                if previous is not None and previous != signal.SIG_IGN:
+                is_free = previous not in (None, signal.SIG_IGN) if number in _HANDLED else previous == signal.SIG_DFL
+                if is_free and previous is not None:
                     self._previous[number] = previous
                     signal.signal(number, _do_nothing)
             if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
@@ -96,7 +100,7 @@ class SignalInbox:
             data = os.read(self.descriptor, 64)
         except BlockingIOError:
             return []
-        ours = [number for number in data if number in _SIGNALS]
+        ours = [number for number in data if number in _HANDLED or number in self._previous]
         if len(ours) < len(data) and self._previous_wakeup not in (None, -1):
             with contextlib.suppress(OSError):  # forward to the program's wake-up pipe, such as asyncio's
                 os.write(self._previous_wakeup, bytes(number for number in data if number not in ours))

@@ -2,10 +2,12 @@
 
 If only the return value of a rank cannot be sent, the supervisor lets the other ranks finish.
 
-`gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` use the supervisor. The supervisor's loop waits for one of
-these events: a rank ends (its guard reports this); a rank sends its report; a signal to the launcher arrives; it is
-time to send the next signal to ranks that must end. The loop does not poll; it only looks once a minute whether memory
-ran out.
+`gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` use it. Its loop waits for one of these: a rank ends (its
+guard tells); a rank sends its report; a signal to the launcher comes; it is time to send the next signal to ranks that
+must end. It does not poll; it only looks once a minute whether memory ran out.
+
+Why a run ends is decided here alone: by the signal to the launcher, if one ended it, else by the failures of the ranks
+in the order in which they were found (`Outcome`).
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from typing import TYPE_CHECKING
 
 from gradsync.environment import check_variables
 from gradsync.errors import BackendUnavailable
-from gradsync.launching.free_port import reserved_port
+from gradsync.launching.in_rank.guard import WARNING
 from gradsync.launching.job import Job, log_added_variables, rank_environment
 from gradsync.launching.outcome import OomWatch, Outcome, failure_text
 from gradsync.launching.output import REPORT_SECONDS, Notices
 from gradsync.launching.rank_process import RankProcess, start_record
 from gradsync.launching.signals import SignalInbox
+from gradsync.machine import HOW_TO_RAISE_THE_LIMIT, reserve_port
 from gradsync.rendezvous.secret_files import Endpoint
 from gradsync.rendezvous.sockets import bind_listener, format_address, raise_limit
 
@@ -53,9 +56,7 @@ _LOOK_SECONDS = 60.0
 _UNKILLABLE_SECONDS = 1.8  # a little longer than the guard tries to kill its rank
 _HELPERS_SECONDS = 4.9  # how much longer the guard of a killed rank may need for helpers that clean up
 
-# One step of a plan that ends the ranks: the seconds to wait after the step before, and the signal to send then.
-_Step = tuple[float, int]
-_GIVE_UP = 0  # this step abandons the ranks that still run
+_GIVE_UP = 0  # in place of a signal: abandon the ranks that still run
 
 #: A function that returns the object that shows the output of one start of the ranks. The function's argument is the
 #: number of restarts.
@@ -102,6 +103,38 @@ def supervise(
             notices.print(f"gradsync: starting all ranks again ({how_often})")
 
 
+class _Ending:
+    """The plan by which the ranks are ended: signals, and the seconds before each. Nothing, until the job must end.
+
+    Attributes:
+        due_at: when the next signal is due, in monotonic seconds; None without a plan.
+        has_begun: whether the ranks have been asked to end.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[float, int]] = []
+        self.due_at: float | None = None
+        self.has_begun = False
+
+    def plan(self, *steps: tuple[float, int]) -> None:
+        """Sets the plan. Ranks that survive its last signal, SIGKILL, are given up."""
+        self._steps = [*steps, (_UNKILLABLE_SECONDS, _GIVE_UP), (_HELPERS_SECONDS, _GIVE_UP)]
+        self.due_at = time.monotonic() + steps[0][0]
+
+    def hasten(self, seconds: float) -> None:
+        """Brings the first signal forward, if it is due later than in `seconds`."""
+        if self.due_at is not None and not self.has_begun:
+            self.due_at = min(self.due_at, time.monotonic() + seconds)
+
+    def next_signal(self) -> int | None:
+        """Returns the signal that is due now, or _GIVE_UP; None if none is."""
+        if self.due_at is None or time.monotonic() < self.due_at:
+            return None
+        number = self._steps.pop(0)[1]
+        self.due_at = time.monotonic() + self._steps[0][0] if self._steps else None
+        return number
+
+
 class Supervisor:
     """Runs the ranks of a job once, in two steps: `start` and `finish`. The caller can do other work in between.
 
@@ -109,12 +142,12 @@ class Supervisor:
 
     Args:
         job, make_output, notices: see `supervise`.
-        signals: the signals to this process, in a `SignalInbox` whose `with` block has begun. Each signal ends the job.
+        signals: the signals to this process, in a `SignalInbox` whose `with` block has begun.
         restart: the number of times that the ranks have been started before.
         on_change: a function that `finish` calls with a rank when this rank has begun, reported or ended.
 
     Attributes:
-        ranks: the rank processes.
+        ranks: the rank processes, in the order of the ranks.
     """
 
     def __init__(
@@ -138,12 +171,11 @@ class Supervisor:
         self._server: RendezvousServer | None = None  # while this process hosts it
         self.ranks: list[RankProcess] = []
         self._running: dict[int, RankProcess] = {}
-        self._named_to_server: set[int] = set()  # ranks whose start the server knows
+        self._named_to_server: set[int] = set()  # process ids that the server knows
         self._n_failures = 0
         self._signal_number: int | None = None  # the signal that ends the job, once one has come
-        self._steps: list[_Step] = []
-        self._step_time = 0.0
-        self._asked_to_end = False
+        self._has_joined = True  # whether a rank has joined the server, if it is here
+        self._ending = _Ending()
         self._gave_up = False
 
     def __enter__(self) -> Supervisor:
@@ -152,17 +184,21 @@ class Supervisor:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    # -- Starting ------------------------------------------------------------------------------------------------
+
     def start(self) -> None:
         """Starts all rank processes; does not wait until their interpreters run.
 
         Raises:
-            BackendUnavailable: the system allows no more processes, or open files.
+            BackendUnavailable: the system allows no more processes, threads or open files, or lacks what ranks need.
             InvalidArgument: an environment variable has a value that the ranks would refuse, or the folder for logs
                 cannot be made or written to.
             RendezvousError: the job's rendezvous port is taken.
         """
         check_variables()
         job = self._job
+        if not os.path.exists("/proc/self/stat"):
+            raise BackendUnavailable("starting ranks needs /proc, which is not there: mount -t proc proc /proc")
         raise_limit(_FILES_OF_A_RANK * job.n_ranks)
         endpoint, listener = job.endpoint, job.listener
         try:
@@ -171,26 +207,24 @@ class Supervisor:
                 listener = self._stack.enter_context(bind_listener("127.0.0.1", job.rendezvous_port))
                 # Ranks of an earlier start cannot join, because they do not know this secret.
                 endpoint = Endpoint(format_address(listener), os.urandom(32))
-            port = job.master_port or self._stack.enter_context(reserved_port())
-            environs = [rank_environment(job, i, endpoint, port, self._restart) for i in range(job.n_ranks)]
+            self._endpoint = endpoint
+            self._port = job.master_port or self._stack.enter_context(reserve_port()).getsockname()[1]
             self._memory = OomWatch()
             self._selector = selectors.DefaultSelector()
             self._selector.register(self._signals.descriptor, selectors.EVENT_READ)
             if self._make_output is not None:
                 self._output = self._make_output(self._restart)
                 self._stack.callback(self._output.finish, _LAST_OUTPUT_SECONDS)
-            self._stack.callback(self._end_watching)
+            self._null = os.open(os.devnull, os.O_RDONLY)
+            self._stack.callback(os.close, self._null)
             shows_lines, has_others = self._output is not None, job.world_size > job.n_ranks
-            with (
-                start_record(job.target, endpoint.secret, shows_lines=shows_lines, has_others=has_others) as record,
-                open(os.devnull, "rb") as null,
-            ):
-                for local_rank, environ in enumerate(environs):
-                    rank = RankProcess(job.rank_start + local_rank)
-                    self._start_rank(rank, record, environ, 0 if rank.rank == job.stdin_rank else null.fileno())
-                    self._watch(rank)
-                    if self._handle_signals():
-                        break
+            record = start_record(job.target, endpoint.secret, shows_lines=shows_lines, has_others=has_others)
+            self._record = self._stack.enter_context(record)
+            self._stack.callback(self._end_watching)
+            for rank in range(job.rank_start, job.rank_start + job.n_ranks):
+                self.start_rank(rank)
+                if self._handle_signals():
+                    break
         except OSError as error:
             raise BackendUnavailable(_refusal(job.rank_start + len(self.ranks), error)) from error
         # The server starts after the ranks, because their interpreters start meanwhile. A connection that comes before
@@ -202,51 +236,30 @@ class Supervisor:
         if self._restart == 0:
             log_added_variables(job)  # now, because the ranks start while this process imports logging
 
-    def finish(self) -> Outcome:
-        """Waits until the ranks have ended, and shows the rest of their output; returns how the ranks ended."""
-        self._wait_for_ends()
-        self._wait_for_other_launchers()
-        # Wait for a slow reader of the output, but only until a signal comes.
-        while self._output is not None and self._signal_number is None:
-            if self._output.finish(_CHECK_SIGNALS_SECONDS):
-                break
-            self._handle_signals()
-        outcomes = tuple(rank.outcome for rank in self.ranks)
-        if self._output is not None:
-            for outcome in outcomes:
-                outcome.last_lines = tuple(self._output.tail(outcome.rank))
-        return Outcome(outcomes, self._signal_number)
+    def start_rank(self, number: int) -> None:
+        """Starts the process of one rank, also again after its end; with pipes for its output if the launcher shows it.
 
-    def _wait_for_other_launchers(self) -> None:
-        """Keeps the server until the ranks of other launchers have left, or a signal comes; briefly after a failure."""
-        if self._server is None or self._job.world_size == self._job.n_ranks:
-            return
-        has_failed = self._n_failures > 0 or self._signal_number is not None
-        began, has_told = time.monotonic(), False
-        while not self._server.wait_until_empty(_CHECK_SIGNALS_SECONDS):
-            waited_seconds = time.monotonic() - began
-            numbers = self._signals.read()
-            for number in numbers:
-                self._handle_signal(number)
-            if {*numbers} - {signal.SIGTSTP} or (has_failed and waited_seconds > _LEAVING_SECONDS):
-                return
-            if not has_failed and not has_told and waited_seconds > _TELL_AFTER_SECONDS:
-                has_told = True
-                self._notices.print("gradsync: the ranks of this machine have ended; waiting for the other machines")
-
-    # -- Starting ------------------------------------------------------------------------------------------------
-
-    def _start_rank(self, rank: RankProcess, record: int, environ: dict[str, str], standard_input: int) -> None:
-        """Starts one rank, with pipes for its output if the launcher shows the output."""
+        Raises:
+            OSError: the system allows no more processes or open files.
+        """
+        rank, job = RankProcess(number), self._job
+        local_rank = number - job.rank_start
+        environ = rank_environment(job, local_rank, self._endpoint, self._port, self._restart)
         with contextlib.ExitStack() as theirs:
-            streams = [standard_input, 1, 2]
+            streams = [0 if number == job.stdin_rank else self._null, 1, 2]
             if self._output is not None:
-                output_reader, streams[1] = os.pipe()
-                theirs.callback(os.close, streams[1])
-                error_reader, streams[2] = os.pipe()
-                theirs.callback(os.close, streams[2])
-                self._output.add(rank.rank, output_reader, error_reader)  # from here on `_output` closes these ends
-            rank.start(self._job.target, record, environ, tuple(streams))
+                readers = []
+                for stream in (1, 2):
+                    reader, streams[stream] = os.pipe()
+                    readers.append(reader)
+                    theirs.callback(os.close, streams[stream])
+                self._output.add(number, *readers)  # from here on `_output` closes these ends
+            rank.start(job.target, self._record, environ, tuple(streams))
+        self.ranks[local_rank : local_rank + 1] = [rank]
+        self._running[number] = rank
+        for descriptor in (rank.status, rank.report, rank.sentinel):
+            if descriptor >= 0:
+                self._selector.register(descriptor, selectors.EVENT_READ, rank)
 
     @contextlib.contextmanager
     def _serving(self, endpoint: Endpoint, listener: socket.socket) -> Iterator[None]:
@@ -264,45 +277,63 @@ class Supervisor:
 
     # -- Watching ------------------------------------------------------------------------------------------------
 
-    def _watch(self, rank: RankProcess) -> None:
-        """Registers a started rank with the selector of the loop."""
-        self.ranks.append(rank)
-        self._running[rank.rank] = rank
-        for descriptor in (rank.status, rank.report, rank.sentinel):
-            if descriptor >= 0:
-                self._selector.register(descriptor, selectors.EVENT_READ, rank)
+    def finish(self) -> Outcome:
+        """Waits until the ranks have ended, and shows the rest of their output; returns how the ranks ended."""
+        self._wait_for_ends()
+        self._wait_for_other_launchers()
+        if self._server is not None:
+            self._has_joined = self._server.has_joined
+        # Wait for a slow reader of the output, but only until a signal comes.
+        while self._output is not None and self._signal_number is None:
+            if self._output.finish(_CHECK_SIGNALS_SECONDS):
+                break
+            self._handle_signals()
+        outcomes = tuple(rank.outcome for rank in self.ranks)
+        if self._output is not None:
+            for outcome in outcomes:
+                outcome.last_lines = tuple(self._output.tail(outcome.rank))
+        return Outcome(outcomes, self._signal_number, self._has_joined)
+
+    def _wait_for_ends(self) -> None:
+        """Waits until all ranks have ended or were given up; ends all ranks when one fails or a signal comes."""
+        while self._running and not self._gave_up:
+            due_at = self._ending.due_at
+            events = self._selector.select(_LOOK_SECONDS if due_at is None else max(0.0, due_at - time.monotonic()))
+            if not events and due_at is None:
+                self._memory.look()
+            for key, _ in events:
+                rank: RankProcess | None = key.data
+                if rank is None:
+                    self._handle_signals()
+                elif self._running.get(rank.rank) is rank:
+                    self._handle_event(rank, key.fd)
+                    self._report_change(rank)
+            self._send_due_signal()
+        for rank in self._running.values():
+            self._record_failure(rank)
+
+    def _wait_for_other_launchers(self) -> None:
+        """Keeps the server until the ranks of other launchers have left, or a signal comes; briefly after a failure."""
+        if self._server is None or self._job.world_size == self._job.n_ranks:
+            return
+        has_failed = self._n_failures > 0 or self._signal_number is not None
+        began, has_told = time.monotonic(), False
+        while not self._server.wait_until_empty(_CHECK_SIGNALS_SECONDS):
+            waited_seconds = time.monotonic() - began
+            if self._handle_signals() or (has_failed and waited_seconds > _LEAVING_SECONDS):
+                return
+            if not has_failed and not has_told and waited_seconds > _TELL_AFTER_SECONDS:
+                has_told = True
+                self._notices.print("gradsync: the ranks of this machine have ended; waiting for the other machines")
 
     def _end_watching(self) -> None:
         # Normally all ranks have ended already. After an exception in the launcher itself, this method ends the ranks.
         if self._running and not self._gave_up:
-            self._plan_kill()
+            self._ending.plan((0.0, signal.SIGKILL))
             self._wait_for_ends()
         for rank in self._running.values():
             rank.abandon()
         self._selector.close()
-
-    def _handle_signals(self) -> bool:
-        """Handles the signals that have arrived; returns whether the job has to end."""
-        for number in self._signals.read():
-            self._handle_signal(number)
-        return self._signal_number is not None
-
-    def _wait_for_ends(self) -> None:
-        """Waits until all ranks have ended or were abandoned; ends all ranks when one fails or a signal comes."""
-        while self._running and not self._gave_up:
-            timeout = max(0.0, self._step_time - time.monotonic()) if self._steps else _LOOK_SECONDS
-            events = self._selector.select(timeout)
-            if not events and not self._steps:
-                self._memory.look()
-            for key, _ in events:
-                if key.data is None:
-                    self._handle_signals()
-                elif key.data.rank in self._running:
-                    self._handle_event(key.data, key.fd)
-                    self._report_change(key.data)
-            self._send_due_signal()
-        for rank in self._running.values():
-            self._record_failure(rank)
 
     def _handle_event(self, rank: RankProcess, descriptor: int) -> None:
         if descriptor == rank.report:
@@ -313,18 +344,13 @@ class Supervisor:
             return
         # Another process may hold the status pipe open, so the end of the guard counts too.
         is_over = not rank.read_status() or descriptor == rank.sentinel
-        if is_over or rank.outcome.exit_code is not None:
-            self._handle_end(rank)
-        if is_over:
-            self._reap(rank)
-
-    def _handle_end(self, rank: RankProcess) -> None:
-        """Handles the end of a rank; its guard may still be ending the processes that the rank started."""
         outcome = rank.outcome
         if outcome.exit_code == -signal.SIGKILL and not rank.sent_kill:
             outcome.memory_kill = outcome.memory_kill or self._memory.has_killed()
-        if outcome.exit_code != 0:
+        if outcome.exit_code:  # its guard may still be ending the processes that the rank started
             self._record_failure(rank)
+        if is_over:
+            self._reap(rank)
 
     def _reap(self, rank: RankProcess) -> None:
         for descriptor in (rank.status, rank.report, rank.sentinel):
@@ -341,8 +367,8 @@ class Supervisor:
         """Reports the start or end of a rank to `on_change`, and to the server for ranks that wait for this rank."""
         outcome = rank.outcome
         if self._server is not None:
-            if outcome.pid and rank.rank not in self._named_to_server:
-                self._named_to_server.add(rank.rank)
+            if outcome.pid and outcome.pid not in self._named_to_server:
+                self._named_to_server.add(outcome.pid)
                 self._server.note_start(rank.rank, outcome.pid)
             if outcome.exit_code == 0 or outcome.is_unsendable:  # other failures end all ranks
                 self._server.note_end(rank.rank, f"ended with exit code {outcome.exit_code}")
@@ -354,9 +380,9 @@ class Supervisor:
         outcome = rank.outcome
         if outcome.order is not None:
             return
-        outcome.order, outcome.was_asked_to_end = self._n_failures, self._asked_to_end
+        outcome.order, outcome.was_asked_to_end = self._n_failures, self._ending.has_begun
         self._n_failures += 1
-        if not self._asked_to_end:
+        if not self._ending.has_begun:
             for other in self._running.values():
                 other.outcome.was_paused = other.outcome.was_paused or other.is_paused()
         if not outcome.is_unsendable:  # after an unsendable result the other ranks may finish their work
@@ -380,29 +406,46 @@ class Supervisor:
         errors = [rank.outcome.error for rank in self.ranks]
         return {error.missed_rank for error in errors if error is not None and error.is_timeout}
 
+    def _end_after(self, settle_seconds: float) -> None:
+        """Plans to ask the ranks to end after `settle_seconds`, or earlier if that is planned already."""
+        if self._ending.due_at is None:
+            self._ending.plan((settle_seconds, signal.SIGTERM), (self._job.grace_seconds, signal.SIGKILL))
+        else:
+            self._ending.hasten(settle_seconds)
+
+    def _handle_signals(self) -> bool:
+        """Handles the signals that have arrived; returns whether one of them ends the job."""
+        numbers = self._signals.read()
+        for number in numbers:
+            self._handle_signal(number)
+        return bool({*numbers} - {signal.SIGTSTP, *WARNING})
+
     def _handle_signal(self, number: int) -> None:
         """Handles a signal to the launcher: forwards, kills or suspends.
 
         The launcher forwards the first signal to the ranks, or kills the ranks if it has already asked them to end. A
-        later Ctrl-C kills the ranks, and other later signals do nothing. Ctrl-Z suspends the ranks and this process.
+        later Ctrl-C kills the ranks, and other later signals do nothing. Ctrl-Z suspends the ranks and this process. A
+        scheduler's warning is forwarded, and ends nothing.
         """
-        grace_seconds = self._job.grace_seconds
-        if number == signal.SIGTSTP:
+        grace_seconds, kill = self._job.grace_seconds, (0.0, signal.SIGKILL)
+        if number in WARNING:
+            self._send(number)
+        elif number == signal.SIGTSTP:
             self._suspend()
         elif self._signal_number is None:
             self._signal_number = number
-            if self._asked_to_end:  # the ranks have been asked to end already
-                self._plan_kill()
+            if self._ending.has_begun:
+                self._ending.plan(kill)
             elif number == signal.SIGINT:
                 half = grace_seconds / 2  # SIGTERM follows, for a script that ignores Ctrl-C
-                self._plan((0.0, number), (half, signal.SIGTERM), (half, signal.SIGKILL))
+                self._ending.plan((0.0, number), (half, signal.SIGTERM), (half, signal.SIGKILL))
                 if self._running:
                     them = "it" if len(self._running) == 1 else "them"
                     self._notices.print(f"gradsync: stopping {_count(len(self._running))} (Ctrl-C again kills {them})")
             else:
-                self._plan((0.0, number), (grace_seconds, signal.SIGKILL))
+                self._ending.plan((0.0, number), (grace_seconds, signal.SIGKILL))
         elif number == signal.SIGINT:
-            self._plan_kill()
+            self._ending.plan(kill)
         self._send_due_signal()
 
     def _suspend(self) -> None:
@@ -415,39 +458,21 @@ class Supervisor:
         os.kill(os.getpid(), signal.SIGSTOP)
         self._send(signal.SIGCONT)
 
-    def _end_after(self, settle_seconds: float) -> None:
-        """Plans to ask the ranks to end after `settle_seconds`, unless an earlier time is planned."""
-        if not self._steps:
-            self._plan((settle_seconds, signal.SIGTERM), (self._job.grace_seconds, signal.SIGKILL))
-        elif not self._asked_to_end:
-            self._step_time = min(self._step_time, time.monotonic() + settle_seconds)
-
-    def _plan_kill(self) -> None:
-        self._plan((0.0, signal.SIGKILL))
-
-    def _plan(self, *steps: _Step) -> None:
-        """Plans the signals that end the ranks. The launcher abandons ranks that survive the last signal, SIGKILL."""
-        self._steps = [*steps, (_UNKILLABLE_SECONDS, _GIVE_UP), (_HELPERS_SECONDS, _GIVE_UP)]
-        self._step_time = time.monotonic() + steps[0][0]
-
     def _send_due_signal(self) -> None:
         """Sends the next planned signal to the ranks, if its time has come."""
-        if not self._steps or not self._running or time.monotonic() < self._step_time:
+        number = self._ending.next_signal() if self._running else None
+        if number is None:
             return
-        number = self._steps.pop(0)[1]
         if number == _GIVE_UP:
+            # Helpers that clean up after an ended rank get longer than a rank that could not be killed.
             is_rank_left = any(rank.outcome.exit_code is None for rank in self._running.values())
-            if is_rank_left or not self._steps:
-                self._gave_up = True
-            else:
-                self._step_time = time.monotonic() + self._steps[0][0]
+            self._gave_up = is_rank_left or self._ending.due_at is None
             return
-        were_asked, self._asked_to_end = self._asked_to_end, True
+        were_asked, self._ending.has_begun = self._ending.has_begun, True
         if number == signal.SIGKILL:
             why = ", which did not end when asked" if were_asked else ""
             self._notices.print(f"gradsync: killing {_count(len(self._running))}{why}")
         self._send(number)
-        self._step_time = time.monotonic() + self._steps[0][0]
 
     def _send(self, number: int) -> None:
         for rank in self._running.values():
@@ -465,5 +490,7 @@ def _refusal(rank: int, error: OSError) -> str:
         files = f"the launcher opens {_FILES_OF_A_RANK} files for each rank"
         return f"{text}; {files}: raise the limit (ulimit -n), or start fewer ranks"
     if error.errno == errno.EAGAIN:
-        return f"{text}; raise the limit of processes (ulimit -u; in a container, the pids limit), or start fewer ranks"
+        return f"{text}; {HOW_TO_RAISE_THE_LIMIT}, or start fewer ranks"
+    if error.errno in (errno.EPERM, errno.ENOSYS):
+        return f"{text}; gradsync needs the system calls memfd_create and pidfd_open: let the container allow them"
     return text

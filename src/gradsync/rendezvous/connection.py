@@ -36,6 +36,7 @@ from gradsync.errors import (
     RendezvousTimeout,
     describe,
 )
+from gradsync.machine import start_thread
 from gradsync.rendezvous.sockets import ConnectionLost, receive_some, send_some, tune_stream
 from gradsync.rendezvous.wire import (
     MAX_FRAME_BYTES,
@@ -137,7 +138,7 @@ class Connection:
         ]
         _connections.add(self)
         for thread in self._threads:
-            thread.start()
+            start_thread(thread)
 
     # -- Requests ------------------------------------------------------------------------------------------------
 

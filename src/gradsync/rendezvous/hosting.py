@@ -3,7 +3,8 @@
 | the ranks were started by | host and address | the secret |
 | --- | --- | --- |
 | gradsync's launcher | the launcher | it hands both down, the secret by a descriptor |
-| any, with GRADSYNC_ADDRESS | rank 0, or (GRADSYNC_HOSTED=1) who runs there | GRADSYNC_SECRET_FILE, or rank 0's file |
+| any, with GRADSYNC_ADDRESS | who runs there, such as `gradsync serve` | GRADSYNC_SECRET_FILE |
+| any, with `address=` | rank 0, there | GRADSYNC_SECRET_FILE, or on this machine rank 0's file |
 | another, all on this machine | rank 0, at a free port of 127.0.0.1 | rank 0's file has both |
 | another, on several machines | rank 0, told over MPI; else at MASTER_ADDR | told over MPI; else GRADSYNC_SECRET_FILE |
 
@@ -21,21 +22,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradsync.arguments import check_address, is_loopback, join_address, parse_address
-from gradsync.environment import (
-    ADDRESS,
-    HOSTED,
-    SECRET_FILE,
-    SLURM,
-    SOURCES_WITH_MPI,
-    RankEnvironment,
-    take_secret,
-)
+from gradsync.environment import ADDRESS, SECRET_FILE, has_secret, read_secret
 from gradsync.errors import (
     AuthenticationError,
     BackendUnavailable,
     InvalidArgument,
     RendezvousTimeout,
 )
+from gradsync.launchers import SLURM, SOURCES_WITH_MPI, RankEnvironment
 from gradsync.machine import address_towards, own_addresses
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.connection import NO_ANSWER, WrongServer
@@ -129,7 +123,7 @@ def is_sent_over_mpi(own: RankEnvironment, address: str | None, backend: str) ->
         return True
     if own.source not in SOURCES_WITH_MPI or own.world_size == 1:
         return False
-    if own.source == SLURM and own.run_name is None and own.secret is None:
+    if own.source == SLURM and own.run_name is None and not has_secret():
         return True  # a Slurm step on several machines: its address is useless without a secret
     return own.run_name is None and (own.master_addr is None or own.master_port is None)
 
@@ -170,11 +164,15 @@ def join(
         kept.close(wait_seconds=0.0)
     if kept is not None and kept.is_closed:  # by the line above, or by a join at another address, which then failed
         kept = None
-    hosted_for_us = own.hosted and point.address is not None and point.address == own.address
-    secret = own.secret or take_secret()
+    hosted_for_us = point.address is not None and point.address == own.address
+    secret = read_secret()
     is_here = point.address is None or is_loopback(parse_address(point.address)[0])
     if share is None and secret is None and (hosted_for_us or not is_here):
-        raise _no_secret(own, point, hosted_for_us=hosted_for_us)
+        needs = f"the server at {point.name} ({ADDRESS})" if hosted_for_us else f"a run across hosts ({point.name})"
+        raise AuthenticationError(
+            f"rank {own.rank}/{own.world_size}: {needs} needs a secret: put it into a file of mode 0600, and set "
+            f"{SECRET_FILE} to its path on every rank" + ("; or leave it out" if hosted_for_us and is_here else "")
+        )
     if share is not None:
         joined = _share_over_mpi(point, own, kept, share, deadline)
     elif own.rank == 0 and not hosted_for_us:
@@ -188,7 +186,7 @@ def join(
         try:
             client = _connect(joined.endpoint, own, deadline, timeout_seconds)
         except RendezvousTimeout as error:
-            why = "" if hosted_for_us else _why_late(point, own)
+            why = _why_late(point, own, error, hosted_for_us=hosted_for_us)
             if not why:
                 raise
             raise RendezvousTimeout(
@@ -201,8 +199,13 @@ def join(
         return client, joined
 
 
-def _why_late(point: RendezvousPoint, own: RankEnvironment) -> str:
+def _why_late(point: RendezvousPoint, own: RankEnvironment, error: RendezvousTimeout, *, hosted_for_us: bool) -> str:
     """Returns the most common cause if ranks do not come; "" if none is likely."""
+    if hosted_for_us:
+        return error.cause and (
+            f"{ADDRESS} says that a server runs there, the launcher's or `gradsync serve`; for rank 0 to start one, "
+            "pass address= instead"
+        )
     if own.source == SLURM:
         return (
             f"SLURM_STEP_NUM_TASKS (or SLURM_NTASKS) says that Slurm has started {own.world_size} tasks: for one "
@@ -241,8 +244,8 @@ def _rendezvous_point(own: RankEnvironment, address: str | None) -> RendezvousPo
     if own.master_addr is None or own.master_port is None:
         raise InvalidArgument(
             f"rank {own.rank}/{own.world_size} needs the address of the rendezvous, and none is set: set MASTER_ADDR "
-            f"and MASTER_PORT (or {ADDRESS}=host:port), pass address=, or start with `gradsync run -n N script.py`. "
-            "Under mpiexec it is enough to install mpi4py, built for the same MPI"
+            "and MASTER_PORT, pass address=, or start with `gradsync run -n N script.py`. Under mpiexec it is "
+            "enough to install mpi4py, built for the same MPI"
         )
     known = join_address(own.master_addr, _port_of(own.master_port))
     return RendezvousPoint(known, known, _FROM_MASTER)
@@ -256,18 +259,6 @@ def _port_of(master_port: int) -> int:
     import zlib  # imported here: only runs on several machines need it
 
     return _FIRST_PORT + zlib.crc32(b"gradsync %d" % master_port) % _PORTS
-
-
-def _no_secret(own: RankEnvironment, point: RendezvousPoint, *, hosted_for_us: bool) -> AuthenticationError:
-    who = f"rank {own.rank}/{own.world_size}"
-    advice = f"put a secret into a file of mode 0600, and set {SECRET_FILE} to its path on every rank"
-    if not hosted_for_us:
-        return AuthenticationError(f"{who}: a run across hosts needs a secret: {advice} (address {point.name})")
-    return AuthenticationError(
-        f"{who}: the server at {point.name} ({ADDRESS}, {HOSTED}=1) needs a secret, and none is set. With `gradsync "
-        f"serve`, {advice}. If a rank of `gradsync run` started this process, it has inherited the rank's variables "
-        "without the secret: to start a separate run, unset all variables whose names begin with GRADSYNC_"
-    )
 
 
 def _another_port(point: RendezvousPoint) -> str:
@@ -384,8 +375,8 @@ def _wait_for_rank_0(point: RendezvousPoint, stale: Endpoint | None, own: RankEn
         raise RendezvousTimeout(
             f"{who}: rank 0 did not start hosting {point.name} on this machine before the deadline (no new file "
             f"{path}). Check that rank 0 runs, with the same MASTER_PORT. If ranks of this machine cannot see each "
-            f"other's folder (containers, users, XDG_RUNTIME_DIR), or rank 0 runs on another machine, set {ADDRESS}="
-            f"host:port, and {SECRET_FILE} to the path of a file with a secret, on every rank",
+            f"other's folder (containers, users, XDG_RUNTIME_DIR), or rank 0 runs on another machine, pass "
+            f'address="host:port", and set {SECRET_FILE} to the path of a file with a secret, on every rank',
             missing_ranks=(0,),
         )
     return found
@@ -422,6 +413,6 @@ def _own_host(own: RankEnvironment, share: Share, deadline: float) -> str:
             return address
     raise BackendUnavailable(
         f"rank {own.rank}/{own.world_size}: this machine ({', '.join(mine) or 'no address'}) has no route to any "
-        f"other machine of the job ({', '.join(dict.fromkeys(others)) or 'no addresses'}); on every rank set "
-        f"{ADDRESS}=host:port, an address that rank 0 can bind, and {SECRET_FILE}"
+        f"other machine of the job ({', '.join(dict.fromkeys(others)) or 'no addresses'}); on every rank pass "
+        f'address="host:port", an address that rank 0 can bind, and set {SECRET_FILE}'
     )

@@ -46,7 +46,7 @@ def secret_path(name: str) -> str:
     Raises:
         AuthenticationError: the user has no private runtime directory, and the directory that would replace it belongs
             to another user or is open to other users.
-        OSError: that directory cannot be made.
+        InvalidArgument: that directory cannot be made.
     """
     base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     if not _is_private(base):  # missing, or owned by another user, as after su
@@ -115,8 +115,14 @@ def _read(path: str) -> Endpoint | None:
 def _private_folder() -> str:
     import tempfile  # imported here to keep the start of a rank short
 
-    folder = os.path.join(tempfile.gettempdir(), f"gradsync-{os.geteuid()}")
-    os.makedirs(folder, mode=0o700, exist_ok=True)
+    try:
+        folder = os.path.join(tempfile.gettempdir(), f"gradsync-{os.geteuid()}")
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgument(
+            "ranks find each other by a file, and there is no folder for it where this user may write: set "
+            f"XDG_RUNTIME_DIR to one of mode 0700 ({error.strerror})"
+        ) from None
     if not _is_private(folder):
         raise AuthenticationError(
             f"{folder} needs to be a directory of mode 0700 that belongs to this user; remove it, "

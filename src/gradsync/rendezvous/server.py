@@ -26,7 +26,7 @@ from typing import Any
 from gradsync.arguments import integer_of
 from gradsync.environment import check_removed_variables
 from gradsync.errors import InvalidArgument, RendezvousError
-from gradsync.machine import Latch, machine_identity, read_stat
+from gradsync.machine import Latch, machine_identity, read_stat, start_thread
 from gradsync.rendezvous.sockets import (
     ConnectionLost,
     bind_listener,
@@ -226,7 +226,7 @@ class RendezvousServer:
         """
         self._claim()
         self._thread = threading.Thread(target=self._run, name=f"gradsync-rendezvous-{self.address}", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def serve_forever(self) -> None:
         """Serves in the calling thread until `stop`, which a signal handler or another thread may call.
@@ -269,6 +269,11 @@ class RendezvousServer:
     def note_end(self, rank: int, how: str, world: str = "") -> None:
         """Records that a rank's process has ended, in words; ranks that wait for it to join get an error."""
         self._call_soon(partial(self._process, world, rank, None, how))
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether any rank has ever joined."""
+        return self._worlds.has_joined
 
     def wait_until_empty(self, timeout_seconds: float) -> bool:
         """Waits until no connection is open; returns False at the deadline. For a process that hosts the server."""

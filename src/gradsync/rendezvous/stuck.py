@@ -158,7 +158,7 @@ class Stuck:
         """Writes the notices that are due; returns the failure that ends the generation, once it is known."""
         for key in [key for key, due_at in self._notices.items() if due_at <= now]:
             del self._notices[key]
-            notice(self._notice_text(self._all_of(self._reports[key])))
+            notice(self._notice_text(self._all_of(self._reports[key]), state_of))
         if self._verdict_at is None or now < self._verdict_at:
             return None
         return self._verdict(state_of)
@@ -213,12 +213,12 @@ class Stuck:
 
     # -- Texts ---------------------------------------------------------------------------------------------------
 
-    def _notice_text(self, waits: Sequence[Waiting]) -> str:
+    def _notice_text(self, waits: Sequence[Waiting], state_of: Callable[[int], str]) -> str:
         """Returns one line for each wait, and one for each late rank; for one of each a single line."""
         waits = waits[:_MAX_NOTICED]
         waiting = {rank for each in waits for rank in each.ranks}
         late = {
-            rank: self._state_text(rank, each.group)
+            rank: self._state_text(rank, each.group, state_of)
             for each in waits
             for rank in each.missing[:_MAX_NOTICED]
             if rank not in waiting
@@ -268,10 +268,12 @@ class Stuck:
         process = self._generation.process(rank)
         return f"rank {rank} ({process})" if process else f"rank {rank}"
 
-    def _state_text(self, rank: int, group: str) -> str:
+    def _state_text(self, rank: int, group: str, state_of: Callable[[int], str] | None = None) -> str:
         member = self._generation.members[rank]
         if not member.is_present:
             return f"{self._name(rank)} has left"
+        if state_of is not None and member.pid and not member.host and state_of(member.pid) == "T":
+            return f"{self._name(rank)} was stopped (SIGSTOP?)"
         begun = member.begun.get(group)
         progress = "" if begun is None else f", and has begun {begun} collective{'' if begun == 1 else 's'}"
         return f"{self._name(rank)} is {self._generation.phase}{progress}"

@@ -511,6 +511,7 @@ class Worlds:
         self._machine = machine
         self._host = host
         self._worlds: dict[str, World] = {} if size is None else {"": World(size)}
+        self.has_joined = False  # whether any rank ever has
         self._of: dict[int, tuple[World, Generation, int]] = {}  # connection -> where it has joined, and as which rank
         self._late: list[tuple[float, int, Request]] = []  # a heap of requests, by deadline; some are answered already
         self._crowded_above = _CROWD
@@ -656,6 +657,7 @@ class Worlds:
             self._close(request.connection)
             return
         self._worlds[name] = world
+        self.has_joined = True
         if generation not in world.generations:
             world.generations.append(generation)
         where = "" if machine and machine == self._machine else host or "another machine"

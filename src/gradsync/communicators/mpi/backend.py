@@ -31,8 +31,8 @@ from gradsync.communicators.mpi.job import (
 )
 from gradsync.communicators.mpi.requests import LARGEST_BYTES, Job, Parts, Requests
 from gradsync.diagnostics import trace
-from gradsync.environment import FROM_MPI, RankEnvironment, WorldSettings
 from gradsync.errors import BackendUnavailable, CollectiveTimeout, CommunicatorClosed, GradsyncError
+from gradsync.launchers import FROM_MPI, GRADSYNC, RankEnvironment, WorldSettings
 from gradsync.machine import run_with_timeout
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, divide_into
 from gradsync.rendezvous.client import RendezvousClient
@@ -49,7 +49,7 @@ def check(place: RankEnvironment) -> None:
     Raises:
         BackendUnavailable: MPI cannot connect the ranks of the run.
     """
-    if place.source == "gradsync":  # gradsync's launcher removes mpiexec's environment variables for its ranks
+    if place.source == GRADSYNC:  # gradsync's launcher removes mpiexec's environment variables for its ranks
         raise BackendUnavailable(
             "backend 'mpi' needs ranks that mpiexec or srun has started, but gradsync has started these ranks. Start "
             f"the script with `mpiexec -n {place.world_size} python script.py`"

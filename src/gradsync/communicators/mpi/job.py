@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradsync.environment import RankEnvironment
 from gradsync.errors import (
     BackendUnavailable,
     GradsyncError,
@@ -30,6 +29,7 @@ from gradsync.errors import (
     name_ranks,
     uncaught_error,
 )
+from gradsync.launchers import RankEnvironment
 from gradsync.reduction import Array
 
 if TYPE_CHECKING:

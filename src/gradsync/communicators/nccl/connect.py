@@ -9,8 +9,9 @@ import time
 
 from gradsync.communicators.backend import Backend
 from gradsync.communicators.nccl.library import check_library
-from gradsync.environment import DEBUG, RankEnvironment, WorldSettings
+from gradsync.environment import DEBUG
 from gradsync.errors import BackendUnavailable, InvalidArgument, name_ranks
+from gradsync.launchers import RankEnvironment, WorldSettings
 from gradsync.machine import boot_id
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.wire import MAX_EXCHANGED_BYTES

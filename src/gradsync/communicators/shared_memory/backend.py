@@ -25,8 +25,9 @@ from gradsync.communicators.shared_memory.messages import CHECK_SECONDS, Message
 from gradsync.communicators.shared_memory.peers import ANY_ROUND, Peers
 from gradsync.communicators.shared_memory.segment import check_allocation, check_platform, share_memory
 from gradsync.diagnostics import trace
-from gradsync.environment import PLAIN_KERNELS, RankEnvironment, WorldSettings
+from gradsync.environment import PLAIN_KERNELS
 from gradsync.errors import BackendUnavailable
+from gradsync.launchers import RankEnvironment, WorldSettings
 from gradsync.machine import begin_on_core
 from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.client import RendezvousClient

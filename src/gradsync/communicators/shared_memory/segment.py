@@ -20,11 +20,13 @@ from collections.abc import Sequence
 from gradsync.communicators.shared_memory.compiled import Kernels
 from gradsync.environment import PLAIN_KERNELS
 from gradsync.errors import BackendUnavailable, RankFailed
-from gradsync.machine import available_memory_bytes, machine_identity
+from gradsync.machine import available_memory_bytes, machine_identity, memory_file
 from gradsync.rendezvous.client import RendezvousClient
 
 _NAME = "gradsync"
-_MADV_POPULATE_WRITE = 23  # from Linux's mman.h; not in Python's mmap
+# From Linux's mman.h and fcntl.h: Python has not the first, and not the others if it was built on an old system.
+_MADV_POPULATE_WRITE = 23
+_F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
 _MAX_REASON_BYTES = 500  # the server limits what all ranks together send in an exchange
 _MAX_PATH_BYTES = 200  # of a longer path, the end
 _END = b"\0"
@@ -119,13 +121,13 @@ def create_segment(size_bytes: int) -> int:
     """
     _check_available(size_bytes)
     try:
-        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except (AttributeError, OSError) as error:
+        descriptor = memory_file(_NAME, can_be_sealed=True)
+    except OSError as error:
         raise BackendUnavailable(f"shared memory needs memfd_create (Linux 3.17 or newer): {error}") from error
     try:
         os.ftruncate(descriptor, size_bytes)
         # If a peer truncated the memory, the other processes would be killed by SIGBUS.
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW)
     except OSError as error:
         os.close(descriptor)
         raise _cannot_allocate(size_bytes, error) from error

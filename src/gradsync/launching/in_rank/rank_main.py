@@ -1,4 +1,4 @@
-"""Inside a rank process: runs the user's script, module or function, and sends its result or error to the launcher.
+"""Inside a rank process: runs the user's script, module or function, and tells the launcher its result or error.
 
 `rank_process` starts the process, which calls `main`. This function forks the process: the parent becomes the guard,
 and the child is the rank. This module imports almost nothing before the user's code runs, because imports delay the
@@ -8,15 +8,14 @@ start of every rank.
 from __future__ import annotations
 
 import contextlib
-import functools
 import marshal
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gradsync.launching.in_rank.guard import GuardDescriptors, start_guard
-from gradsync.launching.in_rank.result import ErrorReport, UnsendableResult, send_error, send_result
+from gradsync.launching.in_rank.guard import Descriptors, start_guard
+from gradsync.launching.in_rank.result import ErrorReport, Reporter, UnsendableResult
 
 if TYPE_CHECKING:
     from traceback import StackSummary
@@ -27,19 +26,17 @@ EXIT_CODE_INTERRUPTED = 130
 #: "__main__".
 HOW_TO_DEFINE = "define it above the `if __name__` line, at the top level of its module"
 
-_importing_main = False
-_runs_function = False
-_keep: list[Any] = []
-_reporters: list[str] = []  # who wanted to send this rank's report, the first first
 _BUSY_AFTER_SECONDS = 1.0
-
+_LINGERING_SECONDS = 5.0  # how long after its program a process may end, before a line says what holds it up
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
+_PYTHON = os.path.join(os.path.dirname(os.__file__), "")
+_PATH = sys.path[:]  # before the user's folders come first
 
 # Modules whose frames come before the user's code in a traceback. Reported tracebacks leave these frames out.
 _SHIM_MODULES = frozenset(
     {
         "gradsync.launching.in_rank.rank_main",
-        "gradsync.launching.launcher",
+        "gradsync.launching.faces",
         "importlib._bootstrap",
         "multiprocessing.spawn",
         "runpy",
@@ -55,56 +52,9 @@ _CONSEQUENCES = (
     "RendezvousTimeout",
 )
 
-
-def main() -> NoReturn:
-    """Runs this rank to its end, in a fresh interpreter; called once, by `rank_process._SHIM`."""
-    rank, launcher_pid, record, *pipes = (int(text) for text in sys.argv[1].split(","))
-    descriptors = GuardDescriptors(*pipes)
-    start_guard(rank, launcher_pid, descriptors, record)
-    _run(record, descriptors)
-
-
-def _run(record: int, descriptors: GuardDescriptors) -> NoReturn:
-    global _runs_function
-    # Programs that the user's code starts must not inherit, and so keep open, the pipe to the launcher.
-    os.set_inheritable(descriptors.report, False)
-    os.set_inheritable(descriptors.result_file, False)
-    start = _read_start(record)
-    process_id = os.getpid()
-    try:
-        _accept_interrupts()
-        if start["shows_lines"] and hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(line_buffering=True)  # else Python would buffer lines for a pipe
-        if start["secret"]:
-            from gradsync.environment import hold_secret
-
-            hold_secret(start["secret"])
-        if start["has_others"]:
-            from gradsync.rendezvous import connection
-
-            connection.on_failure = functools.partial(_report_failure_of_world, descriptors)
-        _runs_function = start["kind"] == "function"
-        result = _RUNNERS[start["kind"]](start)
-        if _runs_function and os.getpid() == process_id and _claims_report("rank"):
-            send_result(result, descriptors.report, descriptors.result_file)
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            _remember(error)
-        raise
-    except KeyboardInterrupt as error:
-        _remember(error)
-        sys.exit(EXIT_CODE_INTERRUPTED)
-    except BaseException as error:
-        if os.getpid() != process_id:
-            raise  # this process is not the rank: the user's code has forked it
-        if isinstance(error, UnsendableResult):  # the run has not failed: other ranks go on
-            report_error(descriptors, error.refusal, is_unsendable=True)
-        else:
-            _remember(error)
-            if _claims_report("rank"):
-                report_error(descriptors, error)
-        sys.exit(1)
-    sys.exit(0)
+_importing_main = False
+_runs_function = False
+_keep: list[Any] = []
 
 
 def is_importing_main() -> bool:
@@ -115,6 +65,58 @@ def is_importing_main() -> bool:
 def runs_function() -> bool:
     """Returns whether this rank runs a function (`launch`, `spawn` or `launcher`), not a script or module."""
     return _runs_function
+
+
+def main() -> NoReturn:
+    """Runs this rank to its end, in a fresh interpreter; called once, by `rank_process._SHIM`."""
+    rank, *numbers = (int(text) for text in sys.argv[1].split(","))
+    descriptors = Descriptors(*numbers)
+    start_guard(rank, descriptors)
+    # Programs that the user's code starts must not inherit, and so keep open, the pipe to the launcher.
+    os.set_inheritable(descriptors.report, False)
+    os.set_inheritable(descriptors.result, False)
+    _run(rank, _read_start(descriptors.record), Reporter(descriptors.report, descriptors.result))
+
+
+def _run(rank: int, start: dict[str, Any], reporter: Reporter) -> NoReturn:
+    global _runs_function
+    process_id = os.getpid()
+    try:
+        _set_interrupts("UNBLOCK")  # blocked by the launcher: no SIGINT was to come before this `try` block
+        if start["shows_lines"] and hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(line_buffering=True)  # else Python would buffer lines for a pipe
+        if start["has_others"]:
+            from gradsync.rendezvous import connection
+
+            connection.on_failure = lambda error: _report_failure_of_world(reporter, error)
+        _runs_function = start["kind"] == "function"
+        result = _RUNNERS[start["kind"]](start)
+        if _runs_function and os.getpid() == process_id and reporter.claim():
+            reporter.send_result(result)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            _remember(error)
+        raise
+    except KeyboardInterrupt as error:
+        _remember(error)
+        sys.exit(EXIT_CODE_INTERRUPTED)
+    except UnsendableResult as error:  # the run has not failed: other ranks go on
+        from gradsync.errors import InvalidArgument
+
+        refusal = InvalidArgument(f"the return value of rank {rank} {error}")
+        _send_error(reporter, _report_of(refusal)._replace(is_unsendable=True))
+        sys.exit(1)
+    except BaseException as error:
+        if os.getpid() != process_id:
+            raise  # this process is not the rank: the user's code has forked it
+        _set_interrupts("BLOCK")  # a Ctrl-C that comes now must not hide the error; a second one kills
+        _remember(error)
+        _fail(reporter, error)
+        sys.exit(1)
+    finally:
+        if os.getpid() == process_id:
+            _watch_end(rank)
+    sys.exit(0)
 
 
 def _read_start(descriptor: int) -> dict[str, Any]:
@@ -128,28 +130,39 @@ def _read_start(descriptor: int) -> dict[str, Any]:
     return record
 
 
-def _accept_interrupts() -> None:
-    """Unblocks SIGINT, which the launcher has blocked, so that no SIGINT arrives before the `try` block of `_run`."""
+def _set_interrupts(how: str) -> None:
+    """Blocks SIGINT, or unblocks it."""
     import signal
 
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(getattr(signal, f"SIG_{how}"), {signal.SIGINT})
+
+
+# -- What a rank runs --------------------------------------------------------------------------------------------------
 
 
 def _run_script(start: dict[str, Any]) -> None:
     """Runs a file like `python file args`."""
+    from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+
     path = os.path.abspath(start["path"])
     module = _fresh_main([start["path"], *start["arguments"]])
-    _prepend_path(path if os.path.isdir(path) else os.path.dirname(os.path.realpath(path)))
-    if os.path.isdir(path):
-        _run_as_main("__main__", is_module=False)
-        return
-    from importlib.machinery import SourceFileLoader
-
+    _prepend_path(os.path.dirname(os.path.realpath(path)))
+    loader: Any = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", path)
     module.__file__ = path
-    module.__loader__ = SourceFileLoader("__main__", path)
-    with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
+    module.__loader__ = loader
+    if path.endswith(".pyc"):
+        code = loader.get_code("__main__")
+    else:
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, module.__dict__)
+
+
+def _run_folder(start: dict[str, Any]) -> None:
+    """Runs the __main__.py of a folder or zip archive like `python folder args`."""
+    _fresh_main([start["path"], *start["arguments"]])
+    _prepend_path(os.path.abspath(start["path"]))
+    _run_as_main("__main__", is_module=False)
 
 
 def _run_module(start: dict[str, Any]) -> None:
@@ -219,9 +232,32 @@ def _load_call(start: dict[str, Any]) -> Any:
 
 _RUNNERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "script": _run_script,
+    "folder": _run_folder,
     "module": _run_module,
     "function": _run_function,
 }
+
+
+# -- How a rank fails --------------------------------------------------------------------------------------------------
+
+
+def _fail(reporter: Reporter, error: BaseException) -> None:
+    """Tells the launcher and the other ranks of an error; then the user's crash reporter (sys.excepthook) may run.
+
+    A crash reporter may need seconds, raise an error of its own, or end the process.
+    """
+    if reporter.claim():
+        _send_error(reporter, _report_of(error))
+    group = sys.modules.get("gradsync.process_group")
+    if group is not None:
+        group.report_error(error)
+    if sys.excepthook is sys.__excepthook__:
+        return  # the launcher shows the error
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except Exception as broken:
+        sys.stderr.write("Error in sys.excepthook:\n")
+        sys.__excepthook__(type(broken), broken, broken.__traceback__)
 
 
 def _remember(error: BaseException) -> None:
@@ -231,13 +267,7 @@ def _remember(error: BaseException) -> None:
         sys.last_exc = error
 
 
-def _claims_report(who: str) -> bool:
-    """Returns whether this caller may send the rank's only report: the first that asks may."""
-    _reporters.append(who)
-    return _reporters[0] == who
-
-
-def _report_failure_of_world(descriptors: GuardDescriptors, error: BaseException) -> None:
+def _report_failure_of_world(reporter: Reporter, error: BaseException) -> None:
     """Sends the failure of the world, for a rank that is busy: its launcher hears nothing of ranks on other machines.
 
     A rank that waits in a collective raises the failure itself, within the second.
@@ -245,43 +275,52 @@ def _report_failure_of_world(descriptors: GuardDescriptors, error: BaseException
     import time
 
     time.sleep(_BUSY_AFTER_SECONDS)
-    if _claims_report("world"):
-        with contextlib.suppress(OSError):  # the launcher is gone
-            send_error(descriptors.report, descriptors.result_file, _report_of(error))
+    if reporter.claim():
+        _send_error(reporter, _report_of(error))
 
 
-def report_error(descriptors: GuardDescriptors, error: BaseException, *, is_unsendable: bool = False) -> None:
-    """Sends an error as text, so that it arrives even if the exception cannot be unpickled.
-
-    Args:
-        descriptors: the descriptors of this rank.
-        error: the error that ended the rank, or the reason why its result cannot be sent. The text leaves out the
-            frames between the interpreter and the user's code.
-        is_unsendable: whether the function returned, and only its result could not be sent.
-    """
-    report = _report_of(error)._replace(is_unsendable=is_unsendable)
-    if sys.excepthook is not sys.__excepthook__:
-        sys.excepthook(type(error), error, error.__traceback__)  # the user's crash reporter still runs
+def _send_error(reporter: Reporter, report: ErrorReport) -> None:
     try:
-        send_error(descriptors.report, descriptors.result_file, report)
+        with _pythons_own_modules():
+            reporter.send_error(report)
     except OSError:
         sys.stderr.write(report.text)  # the launcher cannot show the text
 
 
+@contextlib.contextmanager
+def _pythons_own_modules() -> Iterator[None]:
+    """Makes imports find Python's own modules, also if the user has a module of that name, such as a json.py."""
+    hidden = {name: module for name, module in sys.modules.items() if _hides_another(name, module)}
+    for name in hidden:
+        del sys.modules[name]
+    path, sys.path = sys.path, _PATH
+    try:
+        yield
+    finally:
+        sys.path = path
+        sys.modules.update(hidden)
+
+
+def _hides_another(name: str, module: Any) -> bool:
+    file = getattr(module, "__file__", None)
+    return name.partition(".")[0] in sys.stdlib_module_names and file is not None and not file.startswith(_PYTHON)
+
+
 def _report_of(error: BaseException) -> ErrorReport:
     """Returns the report of an error, and takes gradsync's frames from the beginning of the error's traceback."""
-    import traceback
-
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__") in _SHIM_MODULES:
         trace = trace.tb_next
     error.__traceback__ = trace
-    shown = traceback.TracebackException(type(error), error, trace)
-    if _is_raised_by_gradsync(error):
-        del shown.stack[_outer_frames(shown.stack) :]
-    text = "".join(shown.format())
-    shown.__notes__ = None
-    summary = list(shown.format_exception_only())[-1].split("\n")[0]
+    with _pythons_own_modules():
+        import traceback
+
+        shown = traceback.TracebackException(type(error), error, trace)
+        if _is_raised_by_gradsync(error):
+            del shown.stack[_outer_frames(shown.stack) :]
+        text = "".join(shown.format())
+        shown.__notes__ = None
+        summary = list(shown.format_exception_only())[-1].split("\n")[0]
     consequence = _consequence_in(error)
     return ErrorReport(
         text,
@@ -324,3 +363,33 @@ def _missed_rank(consequence: BaseException | None) -> int | None:
     missing = getattr(consequence, "missing_ranks", ())
     rank: int | None = missing[0] if missing else getattr(consequence, "rank", None)
     return rank
+
+
+# -- How a rank ends ---------------------------------------------------------------------------------------------------
+
+
+def _watch_end(rank: int) -> None:
+    """Starts a thread that says, if this process is still there in some seconds, what holds it up."""
+    import _thread
+    import time
+
+    def tell() -> None:
+        time.sleep(_LINGERING_SECONDS)
+        with contextlib.suppress(Exception):
+            os.write(2, f"gradsync: rank {rank}: the program has ended, but {_what_lingers()}\n".encode())
+
+    with contextlib.suppress(RuntimeError):  # no more threads
+        _thread.start_new_thread(tell, ())
+
+
+def _what_lingers() -> str:
+    """Returns a text that names a thread and where it stands: one that the interpreter waits for, else the main one."""
+    threading = sys.modules["threading"]
+    main = threading.main_thread()
+    others = [thread for thread in threading.enumerate() if thread is not main and not thread.daemon]
+    frame = sys._current_frames()[(others or [main])[0].ident]
+    where = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    if not others:
+        return f"something that runs at its exit has not ended ({where})"
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return f"the thread {others[0].name!r}{more} has not, and its process waits for it ({where})"

@@ -1,10 +1,10 @@
-"""The report of a rank, which the rank writes and the launcher reads: the return value of a function, or an exception.
+"""What a rank tells its launcher at its end: the return value of a function, or the exception that ended the rank.
 
-At its end a rank writes its report into a file in memory, which the launcher has given to the rank. Then the rank
-writes the report's kind to the report pipe. A rank that runs a script, or exits, without an exception has no report. A
-report can have any size, because a rank that writes to the file does not wait for the launcher. An error is text in
-JSON. A rank pickles a return value with pickle, or with cloudpickle if pickle fails, for example for an instance of a
-class from a notebook. This module imports as little as possible, because every rank imports it at its start.
+The rank writes it into a file in memory, which the launcher has made, and then one byte to the report pipe. A rank that
+runs a script, or exits, without an exception tells nothing. A value can have any size, because nobody waits while it is
+written. An error is text, so that it arrives even if the exception cannot be unpickled. A value is pickled with pickle,
+or with cloudpickle if pickle fails, for example for an instance of a class from a notebook. This module imports as
+little as possible, because every rank imports it at its start.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from io import BufferedReader, BufferedWriter
 
-#: The message on the report pipe if the result file holds the pickled return value.
-RESULT = b"gradsync result\n"
-#: The message on the report pipe if the result file holds an error: a JSON object with the attributes of `ErrorReport`.
-ERROR = b"gradsync error\n"
+_RESULT, _ERROR = b"R", b"E"  # what the result file holds
 
 
 class ErrorReport(NamedTuple):
@@ -38,113 +35,80 @@ class ErrorReport(NamedTuple):
 
     text: str
     summary: str
-    is_consequence: bool
+    is_consequence: bool = False
     missed_rank: int | None = None
     is_unsendable: bool = False
     is_timeout: bool = False
-
-    def to_json(self) -> bytes:
-        """Returns the report as a JSON object."""
-        import json
-
-        return json.dumps(self._asdict(), separators=(",", ":")).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> ErrorReport:
-        """Returns the report of a JSON object.
-
-        Raises:
-            ValueError: the data is not a JSON object, or its attributes differ from those of a report in name or type.
-        """
-        import json
-        from typing import get_type_hints
-
-        try:
-            value = json.loads(data)
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
-        types = get_type_hints(cls)
-        if not isinstance(value, dict) or value.keys() != types.keys():
-            raise ValueError(f"needs to be an object with the attributes {sorted(types)}")
-        for name, attribute in value.items():
-            # isinstance(True, int) is true, but this function does not accept a bool as a number.
-            if not isinstance(attribute, types[name]) or (isinstance(attribute, bool) and types[name] is not bool):
-                raise ValueError(f"{name} needs to be {types[name]}, got {type(attribute).__name__}")
-        return cls(**value)
 
 
 # -- In the rank -------------------------------------------------------------------------------------------------------
 
 
 class UnsendableResult(Exception):
-    """The function has returned, but its result cannot be sent to the launcher.
-
-    Attributes:
-        refusal: the error for the caller.
-    """
-
-    def __init__(self, why: str) -> None:
-        from gradsync.errors import InvalidArgument
-
-        self.refusal = InvalidArgument(f"the return value of rank {os.environ['RANK']} {why}")
-        super().__init__(self.refusal)
+    """The function has returned, but its result cannot be sent to the launcher. The text says why."""
 
 
-def send_error(pipe: int, file: int, error: ErrorReport) -> None:
-    """Sends an error to the launcher.
+class Reporter:
+    """Sends the only report of a rank.
 
     Args:
         pipe: the descriptor of the report pipe.
         file: the descriptor of the result file.
-        error: the error.
-
-    Raises:
-        OSError: the launcher is gone, or the result file cannot grow.
     """
-    _lift_own_limit()
-    with _emptied(file) as stream:
-        stream.write(error.to_json())
-    os.write(pipe, ERROR)
 
+    def __init__(self, pipe: int, file: int) -> None:
+        import _thread
 
-def send_result(value: Any, pipe: int, file: int) -> None:
-    """Pickles the return value of the function into the result file, and tells the launcher.
+        self._pipe, self._file = pipe, file
+        self._is_claimed = _thread.allocate_lock()
 
-    Args:
-        value: the return value.
-        pipe: the descriptor of the report pipe.
-        file: the descriptor of the result file.
+    def claim(self) -> bool:
+        """Returns whether the caller may report: the first of all threads that asks may."""
+        return self._is_claimed.acquire(blocking=False)
 
-    Raises:
-        UnsendableResult: the value cannot be pickled, or the result file cannot grow.
-        OSError: the launcher is gone.
-    """
-    import pickle
+    def send_error(self, error: ErrorReport) -> None:
+        """Sends an error.
 
-    _lift_own_limit()
-    try:
-        with _emptied(file) as stream:
-            pickle.dump(value, stream, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.ENOSPC):
-            why = f"is too large for the memory file (memfd) that the launcher reads: {error.strerror}"
-            raise UnsendableResult(why) from None
+        Raises:
+            OSError: the launcher is gone, or the result file cannot grow.
+        """
+        _lift_own_limit()
+        with self._emptied() as stream:
+            stream.write(ascii(tuple(error)).encode())  # needs no module, which one of the user's might hide
+        os.write(self._pipe, _ERROR)
+
+    def send_result(self, value: Any) -> None:
+        """Sends the return value of the function.
+
+        Raises:
+            UnsendableResult: the value cannot be pickled, or the result file cannot grow.
+            OSError: the launcher is gone.
+        """
+        import pickle
+
+        _lift_own_limit()
         try:
-            import cloudpickle
+            with self._emptied() as stream:
+                pickle.dump(value, stream, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.ENOSPC):
+                why = f"is too large for the memory file (memfd) that the launcher reads: {error.strerror}"
+                raise UnsendableResult(why) from None
+            try:
+                import cloudpickle
 
-            with _emptied(file) as stream:
-                cloudpickle.dump(value, stream)
-        except Exception:  # cloudpickle refuses too: report the error of pickle
-            why = f"needs to be picklable to reach the launcher, got {type(value).__name__}: {error}"
-            raise UnsendableResult(why) from None
-    os.write(pipe, RESULT)
+                with self._emptied() as stream:
+                    cloudpickle.dump(value, stream)
+            except Exception:  # cloudpickle refuses too: report the error of pickle
+                why = f"needs to be picklable to reach the launcher, got {type(value).__name__}: {error}"
+                raise UnsendableResult(why) from None
+        os.write(self._pipe, _RESULT)
 
-
-def _emptied(file: int) -> BufferedWriter:
-    """Empties the result file, and returns it as a file object."""
-    os.ftruncate(file, 0)
-    os.lseek(file, 0, os.SEEK_SET)
-    return open(file, "wb", closefd=False)
+    def _emptied(self) -> BufferedWriter:
+        """Empties the result file, and returns it as a file object."""
+        os.ftruncate(self._file, 0)
+        os.lseek(self._file, 0, os.SEEK_SET)
+        return open(self._file, "wb", closefd=False)
 
 
 def _lift_own_limit() -> None:
@@ -186,17 +150,19 @@ def read_report(message: bytes, file: int) -> ReturnValue | ErrorReport:
         message: the message from the report pipe.
         file: the descriptor of the rank's result file. A returned ReturnValue owns and closes this descriptor.
     """
+    from ast import literal_eval
+
+    if message == _RESULT:
+        return ReturnValue(file)
     try:
-        if message == RESULT:
-            return ReturnValue(file)
-        if message != ERROR:
-            raise ValueError(f"{message[:16]!r} is no report")
+        if message != _ERROR:
+            raise ValueError(f"{message[:16]!r} on the report pipe")
         with _reading(file) as stream:
-            return ErrorReport.from_json(stream.read())
-    except (ValueError, OSError, MemoryError) as error:
+            return ErrorReport(*literal_eval(stream.read().decode("ascii")))
+    except (ValueError, TypeError, SyntaxError, OSError, MemoryError, RecursionError) as error:
         # Most likely other code has written to the pipe or the file.
         text = f"the report of this rank cannot be read ({error}): perhaps other code wrote to a descriptor of gradsync"
-        return ErrorReport(f"gradsync: {text}\n", text, is_consequence=False)
+        return ErrorReport(f"gradsync: {text}\n", text)
 
 
 def _reading(file: int) -> BufferedReader:
