@@ -12,7 +12,6 @@ import pytest
 import gradsync as gs
 
 RUN = ("run", "--no-prefix", "-n", 2)
-_UNTIL_REBUILT = {"strict": True, "raises": AssertionError, "reason": "until launching is rebuilt"}
 PACKAGE = os.path.dirname(gs.__file__)
 
 
@@ -367,7 +366,6 @@ def test_a_thread_that_keeps_a_finished_rank_alive_is_told(cli, script):
     assert "uploader" in process.result().err
 
 
-@pytest.mark.xfail(**_UNTIL_REBUILT)
 def test_a_part_of_the_world_given_as_arguments_meets_or_says_what_it_lacks(cli, script):
     """Not: stop whoever holds the port, which is the launcher."""
     path = script(
