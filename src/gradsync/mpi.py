@@ -54,6 +54,8 @@ _INSTEAD = {
     "Exscan": "allgather, and add up what the lower ranks have",
     "Bsend": "Isend, and Wait when the buffer is needed again",
     "Alltoallw": "Alltoallv",
+    "Waitsome": "Waitany",
+    "Testsome": "Testany",
     "Send_init": "Isend in each round",
     "Recv_init": "Irecv in each round",
 }
@@ -71,10 +73,17 @@ def _missing(owner: str, name: str) -> NoReturn:
     raise AttributeError(f"gradsync.mpi has no {owner}.{name}: {text}", name=name)
 
 
+class _Shaped(type):
+    """The class of those that stand for mpi4py's, e.g. for MPI.Request.Waitsome."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        _missing(cls.__name__, name)
+
+
 # -- Types and operators ----------------------------------------------------------------------------------------------
 
 
-class Datatype:
+class Datatype(metaclass=_Shaped):
     """The type of the elements of a buffer, e.g. MPI.DOUBLE: a name for a dtype of NumPy."""
 
     def __init__(self, name: str, dtype: Any) -> None:
@@ -110,7 +119,7 @@ _TYPES = {name: Datatype(name, dtype) for name, dtype in _DTYPES.items()}
 _RAW = ("|u1", "|i1", "|S1", "|V1")  # the bytes of any type
 
 
-class Op:
+class Op(metaclass=_Shaped):
     """An operator. SUM, PROD, MIN and MAX reduce arrays and objects, the others objects only."""
 
     def __init__(self, name: str, function: Callable[[Any, Any], Any], of_arrays: ReduceOp | None = None) -> None:
@@ -173,7 +182,7 @@ def _is_in_place(buffer: Any) -> bool:
 # -- Requests ---------------------------------------------------------------------------------------------------------
 
 
-class Status:
+class Status(metaclass=_Shaped):
     """What a receive tells: the source, the tag and the size of the message."""
 
     def __init__(self) -> None:
@@ -205,7 +214,7 @@ class Status:
         _missing("Status", name)
 
 
-class Request:
+class Request(metaclass=_Shaped):
     """A message or a collective that was begun. Messages are pending until this rank waits: Test moves them on, too.
 
     Args:
@@ -389,7 +398,7 @@ class _Parts(NamedTuple):
             begin += count
 
 
-class Group:
+class Group(metaclass=_Shaped):
     """Some ranks of a communicator, for Create_group."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
@@ -419,7 +428,7 @@ class Group:
         _missing("Group", name)
 
 
-class Comm:
+class Comm(metaclass=_Shaped):
     """A gradsync communicator in the shape of an mpi4py communicator.
 
     Methods raise the errors of Communicator (collectives.py), and InvalidArgument for a buffer that does not fit. What

@@ -542,6 +542,7 @@ def test_messages_of_the_communicator_itself_are_others(comm):
         (lambda face: MPI.Win.Create(), AttributeError, "no MPI.Win: use Send and Recv"),
         (lambda face: MPI.File.Open(), AttributeError, "a file for each rank"),
         (lambda face: MPI.DOUBLE.Create_vector(1, 2, 3), AttributeError, "no Datatype.Create_vector"),
+        (lambda face: MPI.Request.Waitsome([]), AttributeError, "no Request.Waitsome: use Waitany"),
         (lambda face: face.Split_type(5), gs.InvalidArgument, "COMM_TYPE_SHARED only"),
     ],
 )
