@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -583,8 +583,8 @@ def doctor(*, backend: str | None, as_json: bool, deadline_seconds: float, tries
     seconds = time.monotonic() - began
     if as_json:
         found = {"ready": is_well, "verdict": verdict, "asked_for": asked_for, "working": working, "seconds": seconds}
-        found["findings"] = list(map(asdict, findings))
-        found["trials"] = {name: asdict(trial) for name, trial in trials.items()}
+        found["findings"] = list(map(vars, findings))
+        found["trials"] = {name: vars(trial) for name, trial in trials.items()}
         print(json.dumps(found, indent=2))
     else:
         _show(findings, trials, verbose)

@@ -290,51 +290,18 @@ def default_process_count(device_type: str = "auto") -> int:
 # -- Memory -----------------------------------------------------------------------------------------------------------
 
 
-class MemoryGroup(NamedTuple):
-    """A memory control group (cgroup).
-
-    Attributes:
-        directory: the path of the folder with the files of the group.
-        is_v1: whether the group belongs to cgroup version 1.
-    """
-
-    directory: str
-    is_v1: bool
-
-    @property
-    def limit_file(self) -> str:
-        """The path of the file with the memory limit; a hierarchy without the memory controller has no such file."""
-        return f"{self.directory}/{'memory.limit_in_bytes' if self.is_v1 else 'memory.max'}"
-
-    def available(self) -> int | None:
-        """Returns the bytes that the group's processes can still allocate; None without a limit, or if not known."""
-        limit = _number(self.limit_file)
-        used = _number(f"{self.directory}/{'memory.usage_in_bytes' if self.is_v1 else 'memory.current'}")
-        if limit is None or used is None or limit >= 1 << 60:  # in version 1 a value near 2**63 means no limit
-            return None
-        # This memory is available too: it caches files that were not used recently, and the kernel drops it first.
-        cached = numbered_line(
-            f"{self.directory}/memory.stat", "total_inactive_file" if self.is_v1 else "inactive_file"
-        )
-        return max(0, limit - used + (cached or 0))
-
-
-def memory_groups(root: str = "") -> list[MemoryGroup]:
-    """Returns this process's memory control group and its parents, innermost first.
+def memory_groups(root: str = "") -> list[str]:
+    """Returns the folders of this process's memory control group (cgroup v2) and of its parents, innermost first.
 
     Args:
         root: a folder that tests use instead of "/".
     """
-    paths = _group_paths(f"{root}/proc/self/cgroup")
-    for folder, controller, is_v1 in (("/sys/fs/cgroup/memory", "memory", True), ("/sys/fs/cgroup", "", False)):
-        # In a container, the path may begin with names of the host that the container does not see. Then only the
-        # folder itself has files, which belong to the container's group.
-        names = [name for name in paths.get(controller, "").split("/") if name]
-        parents = ["/".join((root + folder, *names[:depth])) for depth in range(len(names), -1, -1)]
-        groups = [MemoryGroup(parent, is_v1) for parent in parents]
-        if groups := [group for group in groups if _lines(group.limit_file)]:
-            return groups
-    return []
+    own = next((line[3:] for line in _lines(f"{root}/proc/self/cgroup") if line.startswith("0::")), "")
+    # In a container, the path may begin with names of the host that the container does not see. Then only the folder
+    # itself has files, which belong to the container's group.
+    names = [name for name in own.split("/") if name]
+    folders = ["/".join((f"{root}/sys/fs/cgroup", *names[:depth])) for depth in range(len(names), -1, -1)]
+    return [folder for folder in folders if _lines(f"{folder}/memory.max")]
 
 
 def available_memory_bytes(root: str = "") -> float:
@@ -347,8 +314,18 @@ def available_memory_bytes(root: str = "") -> float:
         root: a folder that tests use instead of "/".
     """
     free_kb = numbered_line(f"{root}/proc/meminfo", "MemAvailable:")
-    sizes = [None if free_kb is None else free_kb * 1024, *(group.available() for group in memory_groups(root))]
-    return min((size for size in sizes if size is not None), default=math.inf)
+    sizes = [math.inf if free_kb is None else free_kb * 1024, *map(_left_in, memory_groups(root))]
+    return min(sizes)
+
+
+def _left_in(group: str) -> float:
+    """Returns the bytes that a control group's processes can still allocate; infinity without a limit."""
+    limit, used = (_lines(f"{group}/{name}") for name in ("memory.max", "memory.current"))
+    if not (limit and used and limit[0].isdigit() and used[0].isdigit()):
+        return math.inf
+    # Files that were not used recently: the kernel drops their copies in memory first.
+    dropped = numbered_line(f"{group}/memory.stat", "inactive_file") or 0
+    return max(0, int(limit[0]) - int(used[0]) + dropped)
 
 
 def numbered_line(path: str, name: str) -> int | None:
@@ -358,24 +335,6 @@ def numbered_line(path: str, name: str) -> int | None:
         if key == name and number.isdigit():
             return int(number)
     return None
-
-
-def _group_paths(file: str) -> dict[str, str]:
-    """Reads /proc/self/cgroup: returns the path of this process's group for each controller.
-
-    The controller "" stands for the group in cgroup version 2.
-    """
-    paths: dict[str, str] = {}
-    for line in _lines(file):
-        _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "?", "")
-        paths |= dict.fromkeys(controllers.split(","), path)
-    return paths
-
-
-def _number(path: str) -> int | None:
-    """Returns the single number in a file; None for "max", which means no limit in cgroup version 2."""
-    lines = _lines(path)
-    return int(lines[0]) if lines and lines[0].isdigit() else None
 
 
 def _lines(path: str) -> list[str]:

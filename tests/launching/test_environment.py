@@ -206,6 +206,17 @@ def test_a_wrong_secret_is_refused_and_not_shown(secret, monkeypatch):
     assert secret not in text
 
 
+def test_questions_change_nothing(monkeypatch):
+    """A program that is started next must find the secret, too."""
+    for name, value in (OURS | {"GRADSYNC_SECRET": "5a" * 32}).items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    assert gs.is_launched()
+    with pytest.raises(gs.InvalidArgument):
+        gs.init_process_group("shm", timeout_seconds=0.1)  # no address
+    assert dict(os.environ) == before
+
+
 # -- Where ranks of Slurm meet -----------------------------------------------------------------------------------------
 
 

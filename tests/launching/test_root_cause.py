@@ -366,22 +366,24 @@ def test_a_thread_that_keeps_a_finished_rank_alive_is_told(cli, script):
     assert "uploader" in process.result().err
 
 
-def test_a_part_of_the_world_given_as_arguments_meets_or_says_what_it_lacks(cli, script):
+def test_a_part_of_the_world_given_as_arguments_needs_an_address_of_its_own(cli, script):
     """Not: stop whoever holds the port, which is the launcher."""
     path = script(
         """
-        import os
+        import os, sys
         import gradsync as gs
         rank = int(os.environ["RANK"])
         try:
-            with gs.init_process_group("shm", rank=rank % 2, world_size=2, timeout_seconds=5) as comm:
-                print("met", comm.world_size)
-        except gs.GradsyncError as error:
-            print("in use" in str(error) or "and is alive" in str(error))
+            gs.init_process_group("shm", rank=rank % 2, world_size=2, timeout_seconds=5)
+        except gs.InvalidArgument as error:
+            os.write(1, b"told\\n" if "a part" in str(error) else b"")
+        address = f"127.0.0.1:{sys.argv[1 + rank // 2]}"
+        with gs.init_process_group("shm", rank=rank % 2, world_size=2, address=address) as comm:
+            os.write(1, f"met {comm.objects.all_gather(rank)}\\n".encode())
         """
     )
-    done = cli("run", "--no-prefix", "-n", 4, path)
-    assert "True" not in done.out
+    done = cli("run", "--no-prefix", "-n", 4, path, gs.free_port(), gs.free_port())
+    assert sorted(done.out.splitlines()) == ["met [0, 1]"] * 2 + ["met [2, 3]"] * 2 + ["told"] * 4, done.err
 
 
 def test_a_stand_in_for_mpi4py_does_no_harm(cli, script):

@@ -256,7 +256,7 @@ class OomWatch:
     """
 
     def __init__(self, root: str = "") -> None:
-        groups = [group.directory for group in memory_groups(root) if not group.is_v1]
+        groups = memory_groups(root)
         self._events = f"{groups[0]}/memory.events" if groups else os.devnull
         self._before = self._last = self._count()
 
