@@ -61,6 +61,15 @@ def test_ctrl_c_ends_all(running):
     assert "gradsync: stopping 3 ranks" in err
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_launcher_that_ends_while_its_ranks_start_leaves_nothing(number, cli, script, seed):
+    launcher = cli.start("run", "--no-prefix", "-n", 3, script(TRAINS))
+    time.sleep(random.Random(seed).uniform(0.0, 0.8))
+    launcher.send_signal(number)
+    assert launcher.result(60).code in (128 + number, -number)
+    cli.close()
+
+
 def test_the_end_of_a_launcher_that_is_killed_ends_all(running, cli):
     launcher, _, _ = running
     launcher.kill()

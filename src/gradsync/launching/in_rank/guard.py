@@ -82,7 +82,10 @@ def start_guard(rank: int, descriptors: Descriptors) -> None:
     # sets the guard's own handler.
     inherited = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # before the rank can leave a child behind
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:  # a limit of processes: the launcher tells the remedy
+        raise SystemExit(f"gradsync: rank {rank} cannot start: {error.strerror}") from None
     if pid == 0:
         signal.signal(signal.SIGCHLD, inherited)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
