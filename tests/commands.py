@@ -39,7 +39,7 @@ class Result(NamedTuple):
     @property
     def told(self) -> tuple[int, str, str]:
         """The same, without the notice that no rank has joined another: many a script of a test need not."""
-        return self.code, self.out, re.sub(r"gradsync: no rank called gs.init_process_group\(\): .*\n", "", self.err)
+        return self.code, self.out, re.sub(r"gradsync: no rank called gs.init_process_group\(\) .*\n", "", self.err)
 
 
 class Running(subprocess.Popen):  # type: ignore[type-arg]

@@ -121,7 +121,8 @@ def run_command(
         outcome = supervise(job, make_output=make_output, notices=notices)
     if outcome.exit_code == 0 and world_size > 1 and not outcome.has_joined:
         notices.print(
-            f"gradsync: no rank called gs.init_process_group(): each of the {n_ranks} ranks ran {script} by itself"
+            f"gradsync: no rank called gs.init_process_group() to join the others: unless they met without this "
+            f"launcher, each of the {n_ranks} ranks ran {script} by itself"
         )
     if text := failure_text(outcome).rstrip("\n"):
         # After a signal the user wants the job to end, so a blocked terminal must not delay the end.
