@@ -608,7 +608,7 @@ def test_a_rank_that_can_start_no_thread_says_so_and_the_ranks_may_try_again(ran
                 begun = comm.objects.broadcast(begun, root=1)
         except (RuntimeError, gs.GradsyncError) as error:
             threading.Thread.start = start
-            assert "can't start new thread" in str(error)
+            assert "cannot be started; raise the limit" in str(error)
         refused_at += 1
     assert refused_at > 3
 
@@ -920,7 +920,7 @@ def test_a_communicator_that_has_ended_closes_also_after_no_thread_could_be_star
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="start new thread"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="cannot be started"):
         patch.setattr(threading.Thread, "start", start_or_refuse)
         work._watch(comm._backend._watched)
     comm.close()

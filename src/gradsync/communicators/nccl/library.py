@@ -28,7 +28,7 @@ from gradsync.errors import (
     RendezvousTimeout,
     describe,
 )
-from gradsync.machine import run_with_timeout
+from gradsync.machine import run_with_timeout, start_thread
 from gradsync.reduction import ReduceOp, dtype_name
 from gradsync.rendezvous.client import RendezvousClient
 
@@ -174,8 +174,8 @@ class Nccl:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._raw))
                 try:
                     # The thread starts now, because no thread can be started at interpreter exit.
-                    threading.Thread(target=self._await_end, name="gradsync-nccl-end", daemon=True).start()
-                except RuntimeError:  # the system can start no thread
+                    start_thread(threading.Thread(target=self._await_end, name="gradsync-nccl-end", daemon=True))
+                except BackendUnavailable:  # the system can start no thread
                     self._raw.abort()
                     raise
 

@@ -31,6 +31,7 @@ from gradsync.communicators.nccl.streams import CAPTURE_ERRORS, as_stream, captu
 from gradsync.diagnostics import Entry, Running, finish
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, PlanMismatch, RankFailed, describe
 from gradsync.futures import again, is_in_callback, refuse_wait_in_callback
+from gradsync.machine import start_thread
 from gradsync.rendezvous.client import RendezvousClient
 
 _log = logging.getLogger("gradsync")
@@ -604,7 +605,7 @@ def _watch(watched: Watched) -> None:
                     target=run, args=(*arguments, life), name=f"gradsync-nccl-{name}", daemon=True
                 )
                 try:
-                    thread.start()
+                    start_thread(thread)
                 except BaseException:
                     life.set()
                     _callbacks.put(None)
