@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 WARN_AFTER_SECONDS = 5.0
 # The server's error may arrive this much later than a consequence of the failure: a broken connection, an NCCL error.
 CAUSE_SECONDS = 2.0
+# The same where the cause is a deadline: the server first asks all ranks where they are, for 5 s at most.
+VERDICT_SECONDS = 7.0
 TEXTS_WITHIN_SECONDS = 5.0  # how long a rank waits for the descriptions of a collective by the other ranks
 _STORED_TEXT_SECONDS = 0.25  # after that time: the time limit for each piece of a description that the server has
 _CHECK_EVERY_SECONDS = 0.02

@@ -5,7 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause, closed_failure
+from gradsync.communicators.failures import (
+    CAUSE_SECONDS,
+    VERDICT_SECONDS,
+    FailureMonitor,
+    await_cause,
+    closed_failure,
+)
 from gradsync.communicators.shared_memory.compiled import fence
 from gradsync.communicators.shared_memory.memory import (
     ABORTED,
@@ -145,7 +151,7 @@ class Peers:
             fence()
             if rank != self._rank and state in (_ABORTED, _ABORTED_BY_SERVER) and words[line + ABORTED_AT] <= number:
                 if state == _ABORTED_BY_SERVER:
-                    await_cause(CAUSE_SECONDS, self._failures.check)
+                    await_cause(VERDICT_SECONDS, self._failures.check)
                 self._failures.check()  # raises the server's error if there is one, because all ranks raise that
                 data = words[line + TEXT_BEGIN : line + TEXT_END].tobytes()
                 reason = data.rstrip(b"\0").decode(errors="replace")
