@@ -217,9 +217,14 @@ def warn_of_unknown_variables(environ: Mapping[str, str] = os.environ) -> None:
     for name, meant in unknown_variables(environ).items():
         if name not in _warned:
             _warned.add(name)
-            import logging  # imported here, so that ranks start fast
+            log_warning(f"gradsync: warning: {name}: {describe_unknown(meant)}")
 
-            logging.getLogger("gradsync").warning("gradsync: warning: %s: %s", name, describe_unknown(meant))
+
+def log_warning(text: str) -> None:
+    """Logs a warning; for modules that do not import logging before they need it, so that ranks start fast."""
+    import logging
+
+    logging.getLogger("gradsync").warning(text)
 
 
 def configure_logging(environ: Mapping[str, str] = os.environ) -> None:

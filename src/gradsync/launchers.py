@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from gradsync.arguments import LARGEST_PORT, is_loopback
-from gradsync.environment import ADDRESS, BACKEND, OF_A_RUN, SECRET_FILE, parse_integer, value_of
+from gradsync.environment import ADDRESS, BACKEND, OF_A_RUN, SECRET_FILE, log_warning, parse_integer, value_of
 from gradsync.errors import InvalidArgument
 from gradsync.machine import read_stat
 
@@ -217,9 +217,7 @@ def alone_without_launcher(environ: Mapping[str, str] = os.environ) -> RankEnvir
     hints += [name for name, alone in _ALONE.items() if value_of(environ, name) not in (None, alone)]
     if hints:
         raise no_rank_is_known(f"{hints[0]} is set, which suggests a launcher, but RANK and WORLD_SIZE are not set")
-    import logging  # imported here, so that launchers start fast
-
-    logging.getLogger("gradsync").warning(
+    log_warning(
         "gradsync: no launcher has started this process, so it is a world of one rank (for two: gradsync run -n 2 "
         "script.py)"
     )

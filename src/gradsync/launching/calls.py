@@ -21,6 +21,7 @@ from multiprocessing.reduction import ForkingPickler
 from types import FunctionType
 from typing import Any, ClassVar
 
+from gradsync.environment import log_warning
 from gradsync.errors import GradsyncError, InvalidArgument, RankFailed
 from gradsync.launchers import is_rank_of_gradsync
 from gradsync.launching.in_rank import rank_main
@@ -64,16 +65,10 @@ def warn_of_start_method(who: str, method: str | None) -> None:
     """Logs a warning for a launch by "fork" or "forkserver"; None means the method of `set_start_method`."""
     method = method or _start_method
     if method != "spawn":
-        _warn(
+        log_warning(
             f"{who}: gradsync starts ranks by spawn, not by {method}: module globals that were set before are not "
             "copied to the ranks; pass what they need as arguments"
         )
-
-
-def _warn(text: str) -> None:
-    import logging  # imported here to keep the start short
-
-    logging.getLogger("gradsync").warning(text)
 
 
 # -- The call ----------------------------------------------------------------------------------------------------------
@@ -353,5 +348,5 @@ def own_backend(who: str, backend: str) -> str:
     """Returns gradsync's name of a backend: "gloo", a backend of PyTorch, becomes "shm", with a warning in the log."""
     if backend != "gloo":
         return backend
-    _warn(f"{who}: gradsync has no backend gloo; the ranks use shm, which joins ranks of one host")
+    log_warning(f"{who}: gradsync has no backend gloo; the ranks use shm, which joins ranks of one host")
     return "shm"
