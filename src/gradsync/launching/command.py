@@ -14,7 +14,7 @@ from gradsync.arguments import join_address
 from gradsync.environment import DEBUG, TRACE
 from gradsync.errors import InvalidArgument, name_ranks
 from gradsync.launchers import read_environment
-from gradsync.launching.job import Job, Target, choose_gpus, parse_gpus
+from gradsync.launching.job import Job, Target, choose_gpus
 from gradsync.launching.nodes import check_nodes, shared_endpoint
 from gradsync.launching.outcome import failure_text
 from gradsync.launching.output import REPORT_SECONDS, Notices, OutputForwarder
@@ -132,12 +132,11 @@ def run_command(
 
 def _choose_ranks(nprocs: int | None, gpus: str | None, notices: Notices) -> tuple[int, tuple[str, ...] | None]:
     """Returns the number of ranks on this machine, and the GPU of each if `gpus` names them."""
-    devices = None if gpus is None else parse_gpus(gpus)
+    devices = None if gpus is None else choose_gpus(gpus, nprocs)
     n_ranks = nprocs or (default_process_count() if devices is None else len(devices))
     if devices is not None:
         if count_gpus() == 0:
             notices.print(f"gradsync: warning: no NVIDIA GPU is found here, so the ranks cannot use --gpus {gpus}")
-        devices = tuple(choose_gpus(devices, n_ranks, os.environ))
     elif nprocs is None and n_ranks > _MANY_RANKS:
         notices.print(f"gradsync: starting {n_ranks} ranks, one for each GPU or usable core; -n sets the number")
     if n_ranks > (cores := usable_cores()):

@@ -432,7 +432,7 @@ def spawn(
         SystemExit: after SIGTERM or SIGHUP (only with `join`); the exit code is 128 + the signal's number.
     """
     from gradsync.launching import calls
-    from gradsync.launching.job import Job, choose_gpus, parse_gpus
+    from gradsync.launching.job import Job, choose_gpus
     from gradsync.launching.spawned import MultiprocessContext
 
     given = _translate(options, stacklevel=2)
@@ -441,15 +441,12 @@ def spawn(
     if backend not in BACKENDS:
         raise InvalidArgument(f"spawn needs backend to be one of {', '.join(BACKENDS)}, got {backend!r}")
     gpus, method = given.get("gpus"), given.get("start_method")
-    if integer_of(nprocs) != -1:
-        count = check_integer("spawn", "nprocs", nprocs, 1)
-    elif gpus is not None:
-        count = len(parse_gpus(gpus))
-    else:
-        count = default_process_count("cpu" if backend == "shm" else "auto")
     if method is not None:
         calls.check_start_method("spawn", method)
-    devices = None if gpus is None else tuple(choose_gpus(gpus, count, os.environ))
+    count = None if integer_of(nprocs) == -1 else check_integer("spawn", "nprocs", nprocs, 1)
+    devices = None if gpus is None else choose_gpus(gpus, count)
+    if count is None:
+        count = default_process_count("cpu" if backend == "shm" else "auto") if devices is None else len(devices)
     port = check_port("spawn", "started_port", given.get("started_port", 0))
     calls.warn_of_start_method("spawn", method)
     job = Job(
