@@ -50,10 +50,6 @@ def parse_integer(name: str, text: str, lowest: int = 0, highest: int = 10**9, w
     return int(text)
 
 
-def _text(_name: str, text: str) -> str:
-    return text
-
-
 def _switch(name: str, text: str) -> bool:
     if text not in ("0", "1"):
         raise InvalidArgument(f"{name} needs to be 0 or 1, got {text!r}")
@@ -80,14 +76,6 @@ def _log_level(name: str, text: str) -> str:
     if text.upper() not in _LOG_LEVELS:
         raise InvalidArgument(f"{name} needs to be debug, info, warning, error or critical, got {text!r}")
     return text.upper()
-
-
-def _address(name: str, text: str) -> str:
-    return check_address(text, name)
-
-
-def _secret_of_file(_name: str, path: str) -> bytes:
-    return read_secret_file(path)
 
 
 def parse_secret(origin: str, text: str) -> bytes:
@@ -138,11 +126,13 @@ class Variable(str, Generic[T]):
         return self.default if text is None else self._parse(self, text)
 
 
-ADDRESS = Variable("GRADSYNC_ADDRESS", _address, None)  # a server is there: the launcher's, or `gradsync serve`
+ADDRESS = Variable(
+    "GRADSYNC_ADDRESS", lambda name, text: check_address(text, name), None
+)  # a server is there: the launcher's, or `gradsync serve`
 BACKEND = Variable("GRADSYNC_BACKEND", _backend, "auto")
 ALLOW_SHARED_GPU = Variable("GRADSYNC_ALLOW_SHARED_GPU", _switch, False)
 SECRET = Variable("GRADSYNC_SECRET", parse_secret, None)
-SECRET_FILE = Variable("GRADSYNC_SECRET_FILE", _secret_of_file, None)
+SECRET_FILE = Variable("GRADSYNC_SECRET_FILE", lambda _name, path: read_secret_file(path), None)
 DEBUG = Variable("GRADSYNC_DEBUG", _switch, False)
 PLAIN_KERNELS = Variable("GRADSYNC_PLAIN_KERNELS", _switch, False)
 COLLECTIVE_TIMEOUT_SECONDS = Variable("GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS", _seconds, None)  # before the script's
@@ -150,7 +140,7 @@ LOG = Variable("GRADSYNC_LOG", _log_level, None)
 FLIGHT_RECORDER_ENTRIES = Variable(
     "GRADSYNC_FLIGHT_RECORDER_ENTRIES", partial(parse_integer, lowest=1, highest=_MAX_RECORDER_ENTRIES), 64
 )
-TRACE = Variable("GRADSYNC_TRACE", _text, None)
+TRACE = Variable("GRADSYNC_TRACE", lambda _name, folder: folder, None)
 
 VARIABLES: tuple[Variable[object], ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
 #: The variables of one run. A launcher sets its own for its ranks, whatever it has inherited.
