@@ -122,7 +122,7 @@ def call_target(
 
 
 def _refuse_inside_rank(name: str) -> None:
-    if rank_main.is_importing_main():
+    if rank_main.is_importing_main:
         raise InvalidArgument(
             "each rank imports the script that launched the ranks, to find the function, and this import launches "
             'ranks again; put the launch under `if __name__ == "__main__":`'
@@ -130,7 +130,7 @@ def _refuse_inside_rank(name: str) -> None:
     if is_rank_of_gradsync() and (rank := os.environ.get("RANK")):
         advice = (
             "a rank cannot launch other ranks; launch the function from the process that launched this rank"
-            if rank_main.runs_function()
+            if rank_main.runs_function
             else "this script starts its own ranks; run it with python, not with gradsync run"
         )
         raise InvalidArgument(f"{name} was launched inside rank {rank}: {advice}")

@@ -12,7 +12,7 @@ from zipimport import ZipImportError, zipimporter
 
 from gradsync.arguments import join_address
 from gradsync.environment import DEBUG, TRACE
-from gradsync.errors import InvalidArgument, name_ranks
+from gradsync.errors import InvalidArgument, count, name_ranks
 from gradsync.launchers import read_environment
 from gradsync.launching.job import Job, Target, choose_gpus
 from gradsync.launching.nodes import check_nodes, shared_endpoint
@@ -140,8 +140,7 @@ def _choose_ranks(nprocs: int | None, gpus: str | None, notices: Notices) -> tup
     elif nprocs is None and n_ranks > _MANY_RANKS:
         notices.print(f"gradsync: starting {n_ranks} ranks, one for each GPU or usable core; -n sets the number")
     if n_ranks > (cores := usable_cores()):
-        shared = _count(cores, "core")
-        notices.print(f"gradsync: {n_ranks} ranks share {shared}, so that they often wait for each other")
+        notices.print(f"gradsync: {n_ranks} ranks share {count(cores, 'core')}, so that they often wait for each other")
     return n_ranks, devices
 
 
@@ -161,13 +160,9 @@ def _tell_of_launchers_beside(notices: Notices, n_ranks: int) -> None:
         if outer is not None and outer.world_size > 1 and outer.rank == 0:
             notices.print(
                 f"gradsync: warning: this is one of {outer.world_size} launchers (by the variables of {outer.source}), "
-                f"and each starts {_count(n_ranks, 'rank')}, which will not meet those of the others: for one run pass "
+                f"and each starts {count(n_ranks, 'rank')}, which will not meet those of the others: for one run pass "
                 "--nnodes and --node-rank, or start the script itself instead of gradsync run"
             )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 # -- The program -------------------------------------------------------------------------------------------------------

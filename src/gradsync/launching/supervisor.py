@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from gradsync.environment import check_variables
-from gradsync.errors import BackendUnavailable
+from gradsync.errors import BackendUnavailable, count
 from gradsync.launching.in_rank.guard import WARNING
 from gradsync.launching.job import Job, log_added_variables, rank_environment
 from gradsync.launching.outcome import OomWatch, Outcome, failure_text
@@ -441,7 +441,9 @@ class Supervisor:
                 self._ending.plan((0.0, number), (half, signal.SIGTERM), (half, signal.SIGKILL))
                 if self._running:
                     them = "it" if len(self._running) == 1 else "them"
-                    self._notices.print(f"gradsync: stopping {_count(len(self._running))} (Ctrl-C again kills {them})")
+                    self._notices.print(
+                        f"gradsync: stopping {count(len(self._running), 'rank')} (Ctrl-C again kills {them})"
+                    )
             else:
                 self._ending.plan((0.0, number), (grace_seconds, signal.SIGKILL))
         elif number == signal.SIGINT:
@@ -471,16 +473,12 @@ class Supervisor:
         were_asked, self._ending.has_begun = self._ending.has_begun, True
         if number == signal.SIGKILL:
             why = ", which did not end when asked" if were_asked else ""
-            self._notices.print(f"gradsync: killing {_count(len(self._running))}{why}")
+            self._notices.print(f"gradsync: killing {count(len(self._running), 'rank')}{why}")
         self._send(number)
 
     def _send(self, number: int) -> None:
         for rank in self._running.values():
             rank.send_signal(number)
-
-
-def _count(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def _refusal(rank: int, error: OSError) -> str:
