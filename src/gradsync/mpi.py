@@ -73,17 +73,22 @@ def _missing(owner: str, name: str) -> NoReturn:
     raise AttributeError(f"gradsync.mpi has no {owner}.{name}: {text}", name=name)
 
 
-class _Shaped(type):
-    """The class of those that stand for mpi4py's, e.g. for MPI.Request.Waitsome."""
-
-    def __getattr__(cls, name: str) -> NoReturn:
+class _ShapedType(type):
+    def __getattr__(cls, name: str) -> NoReturn:  # e.g. for MPI.Request.Waitsome
         _missing(cls.__name__, name)
+
+
+class _Shaped(metaclass=_ShapedType):
+    """A class that stands for one of mpi4py, and says what to use in place of what it lacks."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _missing(type(self).__name__, name)
 
 
 # -- Types and operators ----------------------------------------------------------------------------------------------
 
 
-class Datatype(metaclass=_Shaped):
+class Datatype(_Shaped):
     """The type of the elements of a buffer, e.g. MPI.DOUBLE: a name for a dtype of NumPy."""
 
     def __init__(self, name: str, dtype: Any) -> None:
@@ -101,9 +106,6 @@ class Datatype(metaclass=_Shaped):
     def __repr__(self) -> str:
         return f"<MPI.{self.name} ({self.dtype})>"
 
-    def __getattr__(self, name: str) -> NoReturn:
-        _missing("Datatype", name)
-
 
 _DTYPES = {
     **{"CHAR": "S1", "SIGNED_CHAR": "i1", "UNSIGNED_CHAR": "u1", "BYTE": "u1", "C_BOOL": "?", "BOOL": "?"},
@@ -119,7 +121,7 @@ _TYPES = {name: Datatype(name, dtype) for name, dtype in _DTYPES.items()}
 _RAW = ("|u1", "|i1", "|S1", "|V1")  # the bytes of any type
 
 
-class Op(metaclass=_Shaped):
+class Op(_Shaped):
     """An operator. SUM, PROD, MIN and MAX reduce arrays and objects, the others objects only."""
 
     def __init__(self, name: str, function: Callable[[Any, Any], Any], of_arrays: ReduceOp | None = None) -> None:
@@ -182,7 +184,7 @@ def _is_in_place(buffer: Any) -> bool:
 # -- Requests ---------------------------------------------------------------------------------------------------------
 
 
-class Status(metaclass=_Shaped):
+class Status(_Shaped):
     """What a receive tells: the source, the tag and the size of the message."""
 
     def __init__(self) -> None:
@@ -210,11 +212,8 @@ class Status(metaclass=_Shaped):
     def _set(self, source: int, tag: int, count: int) -> None:
         self.source, self.tag, self.count, self.error = source, tag, count, 0
 
-    def __getattr__(self, name: str) -> NoReturn:
-        _missing("Status", name)
 
-
-class Request(metaclass=_Shaped):
+class Request(_Shaped):
     """A message or a collective that was begun. Messages are pending until this rank waits: Test moves them on, too.
 
     Args:
@@ -330,9 +329,6 @@ class Request(metaclass=_Shaped):
     def Testall(requests: Sequence[Request], statuses: Sequence[Status] | None = None) -> bool:
         return Request.testall(requests, statuses)[0]
 
-    def __getattr__(self, name: str) -> NoReturn:
-        _missing("Request", name)
-
 
 def _nothing() -> Request:
     """Returns the request of a message to or from PROC_NULL."""
@@ -398,7 +394,7 @@ class _Parts(NamedTuple):
             begin += count
 
 
-class Group(metaclass=_Shaped):
+class Group(_Shaped):
     """Some ranks of a communicator, for Create_group."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
@@ -424,11 +420,8 @@ class Group(metaclass=_Shaped):
     def Free(self) -> None:
         pass
 
-    def __getattr__(self, name: str) -> NoReturn:
-        _missing("Group", name)
 
-
-class Comm(metaclass=_Shaped):
+class Comm(_Shaped):
     """A gradsync communicator in the shape of an mpi4py communicator.
 
     Methods raise the errors of Communicator (collectives.py), and InvalidArgument for a buffer that does not fit. What
@@ -467,9 +460,6 @@ class Comm(metaclass=_Shaped):
     def __repr__(self) -> str:
         return f"<MPI.Comm over {self._of!r}>" if self else "<MPI.COMM_NULL>"
 
-    def __getattr__(self, name: str) -> NoReturn:
-        _missing("Comm", name)
-
     # -- The ranks -----------------------------------------------------------------------------------------------
 
     def Get_rank(self) -> int:
@@ -506,8 +496,7 @@ class Comm(metaclass=_Shaped):
         made = self._settled().new_group(members)
         return wrap(made.split(0, members.index(self.rank)) if made and members != sorted(members) else made)
 
-    def Create(self, group: Group) -> Comm:
-        return self.Create_group(group)
+    Create = Create_group
 
     def Dup(self, info: Any = None) -> Comm:
         return wrap(self._settled().new_group(range(self.size)))
