@@ -290,12 +290,11 @@ def load_result(rank: int, value: ReturnValue) -> Any:
         ) from None
 
 
-def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
+def take_results(outcome: Outcome) -> list[Any]:
     """Returns the return values in the order of the ranks, after a run without a failure.
 
     Args:
         outcome: the outcome of the run. Its results are removed one by one, so that large ones are not held twice.
-        stacklevel: the `stacklevel` of a warning, as the caller would give it to `warnings.warn`.
 
     Returns:
         The return values; None, with a RuntimeWarning, for a rank that exited before its function returned.
@@ -308,7 +307,7 @@ def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
         value, rank.result = rank.result, None
         if value is None:
             text = f"rank {rank.rank} exited with code 0 before its function returned; its result is None"
-            warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 1)
+            warnings.warn(text, RuntimeWarning, stacklevel=3)  # at the call of `launch`
         results.append(None if value is None else load_result(rank.rank, value))
     return results
 
