@@ -165,21 +165,21 @@ def refused_variables(
             yield variable, error
 
 
-def check_removed_variables(environ: Mapping[str, str] = os.environ) -> None:
+def check_removed_variables() -> None:
     """Raises InvalidArgument if a variable is set that gradsync no longer has; the error says what to do instead."""
-    for _, error in refused_variables(environ, ()):
+    for _, error in refused_variables(variables=()):
         raise error
 
 
-def check_variables(environ: Mapping[str, str] = os.environ) -> None:
+def check_variables() -> None:
     """Checks, in a launcher, what its ranks inherit, so that they do not all say the same; warns of unknown variables.
 
     Raises:
         InvalidArgument: a variable that ranks inherit has a wrong value, or gradsync no longer has it.
     """
-    for _, error in refused_variables(environ, [variable for variable in VARIABLES if variable not in OF_A_RUN]):
+    for _, error in refused_variables(variables=[variable for variable in VARIABLES if variable not in OF_A_RUN]):
         raise error
-    warn_of_unknown_variables(environ)
+    warn_of_unknown_variables()
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
@@ -202,9 +202,9 @@ def describe_unknown(meant: str | None) -> str:
     return f"gradsync has no such variable and ignores it{advice}"
 
 
-def warn_of_unknown_variables(environ: Mapping[str, str] = os.environ) -> None:
+def warn_of_unknown_variables() -> None:
     """Logs each unknown variable, once in a process."""
-    for name, meant in unknown_variables(environ).items():
+    for name, meant in unknown_variables().items():
         if name not in _warned:
             _warned.add(name)
             log_warning(f"gradsync: warning: {name}: {describe_unknown(meant)}")
@@ -217,13 +217,13 @@ def log_warning(text: str) -> None:
     logging.getLogger("gradsync").warning(text)
 
 
-def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
+def configure_logging() -> None:
     """Sets the level of the logger "gradsync" by GRADSYNC_LOG; gives it a handler for stderr if it has none.
 
     Raises:
         InvalidArgument: GRADSYNC_LOG is no level.
     """
-    level = LOG.read(environ)
+    level = LOG.read()
     if level is None:
         return
     import logging  # imported here, so that ranks start fast
@@ -239,18 +239,18 @@ def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
 # -- The secret of the run --------------------------------------------------------------------------------------------
 
 
-def has_secret(environ: Mapping[str, str] = os.environ) -> bool:
+def has_secret() -> bool:
     """Returns whether a variable says what the secret of the run is, or where."""
-    return value_of(environ, SECRET) is not None or value_of(environ, SECRET_FILE) is not None
+    return value_of(os.environ, SECRET) is not None or value_of(os.environ, SECRET_FILE) is not None
 
 
-def read_secret(environ: Mapping[str, str] = os.environ) -> bytes | None:
+def read_secret() -> bytes | None:
     """Returns the secret of the run from GRADSYNC_SECRET, else from the file in GRADSYNC_SECRET_FILE, else None.
 
     Raises:
         InvalidArgument: the variable contains no secret, or the file is wrong (see read_secret_file).
     """
-    return SECRET.read(environ) or SECRET_FILE.read(environ)
+    return SECRET.read() or SECRET_FILE.read()
 
 
 def read_secret_file(path: str) -> bytes:

@@ -61,14 +61,10 @@ _GIVE_UP = 0  # in place of a signal: abandon the ranks that still run
 #: A function that returns the object that shows the output of one start of the ranks. The function's argument is the
 #: number of restarts.
 MakeOutput = Callable[[int], "OutputForwarder"]
+_SILENT = Notices(None)
 
 
-def supervise(
-    job: Job,
-    *,
-    make_output: MakeOutput | None = None,
-    notices: Notices | None = None,
-) -> Outcome:
+def supervise(job: Job, *, make_output: MakeOutput | None = None, notices: Notices = _SILENT) -> Outcome:
     """Runs a job until all its ranks have ended; restarts all ranks after a failure, as often as the job allows.
 
     The function hosts the rendezvous server of the run, unless the job has an endpoint without a listener. If the main
@@ -88,7 +84,6 @@ def supervise(
     Raises:
         BackendUnavailable, InvalidArgument, RendezvousError: see `Supervisor.start`.
     """
-    notices = notices or Notices(None)
     with SignalInbox() as signals:
         restart = 0
         while True:
@@ -156,14 +151,14 @@ class Supervisor:
         signals: SignalInbox,
         *,
         make_output: MakeOutput | None = None,
-        notices: Notices | None = None,
+        notices: Notices = _SILENT,
         restart: int = 0,
         on_change: Callable[[RankProcess], None] | None = None,
     ) -> None:
         self._job = job
         self._signals = signals
         self._make_output = make_output
-        self._notices = notices or Notices(None)
+        self._notices = notices
         self._restart = restart
         self._on_change = on_change
         self._stack = contextlib.ExitStack()
