@@ -209,8 +209,10 @@ class Status(_Shaped):
     def Is_cancelled(self) -> bool:
         return False
 
-    def _set(self, source: int, tag: int, count: int) -> None:
-        self.source, self.tag, self.count, self.error = source, tag, count, 0
+    def _set(self, source: int | None, header: Header | None) -> None:
+        self.source = ANY_SOURCE if source is None else source
+        self.tag, self.count = (ANY_TAG, 0) if header is None else (header.tag, header.size)
+        self.error = 0
 
 
 class Request(_Shaped):
@@ -218,7 +220,6 @@ class Request(_Shaped):
 
     Args:
         begun: what was begun; None: a request that is over, such as MPI.REQUEST_NULL.
-        is_object: whether a receive gives a Python object.
         source: the rank of the message, PROC_NULL if there is none.
     """
 
@@ -226,11 +227,9 @@ class Request(_Shaped):
         self,
         begun: Sending | Receiving | CollectiveFuture | None = None,
         *,
-        is_object: bool = False,
         source: int | None = None,
     ) -> None:
         self._begun = begun
-        self._is_object = is_object
         self._source = source
 
     def __bool__(self) -> bool:
@@ -248,14 +247,14 @@ class Request(_Shaped):
         header, result = None, None
         if isinstance(begun, Receiving):
             header = begun.wait()
-            if self._is_object:
-                result = _unpickled(begun)
+            if begun.kind == OBJECT:
+                result = pickle.loads(begun.data.data)
         elif isinstance(begun, Sending):
             begun.wait()
         elif begun is not None:
             begun.result()
         if status is not None:
-            _tell(status, self._source, header)
+            status._set(self._source, header)
         return result
 
     def test(self, status: Status | None = None) -> tuple[bool, Any]:
@@ -340,17 +339,6 @@ def _move_on_together(messages: Sequence[Sending | Receiving]) -> None:
     until = time.monotonic() + max([each.tagged.timeout_seconds for each in messages])
     while not all([each.done() for each in messages]) and time.monotonic() < until:  # noqa: C419 - it moves each on
         time.sleep(1e-5)
-
-
-def _tell(status: Status, source: int | None, header: Header | None) -> None:
-    if header is not None and source is not None:
-        status._set(source, header.tag, header.size)
-    else:
-        status._set(ANY_SOURCE if source is None else source, ANY_TAG, 0)
-
-
-def _unpickled(receiving: Receiving) -> Any:
-    return pickle.loads(receiving.data.data)
 
 
 # -- Communicators ----------------------------------------------------------------------------------------------------
@@ -840,8 +828,7 @@ class Comm(_Shaped):
         if number is None or not ANY_TAG <= number <= _LARGEST_TAG:
             self._refuse("Recv", f"needs a tag from 0 to {_LARGEST_TAG}, or MPI.ANY_TAG, got {tag!r}")
         source = self._peer("Recv", "source", source)
-        begun = self.communicator.tagged.receive(room, source, number, kind)
-        return Request(begun, is_object=kind == OBJECT, source=source)
+        return Request(self.communicator.tagged.receive(room, source, number, kind), source=source)
 
     def _peer(self, what: str, name: str, rank: Any) -> int:
         number = integer_of(rank)

@@ -112,7 +112,7 @@ class Receiving:
         self.source = source
         self._room = room
         self._tag = tag
-        self._kind = kind
+        self.kind = kind
         self.header: Header | None = None
         self.data: Any = None
         self.work: Work = DONE
@@ -129,8 +129,8 @@ class Receiving:
         error = ""
         if self._room is not None and header.size > self._room.size:
             error = f"has {header.size} bytes, but the buffer of this rank has only {self._room.size}"
-        elif self._kind and header.kind and self._kind != header.kind:
-            error = f"has elements of {_kind_text(header.kind)}, this rank receives {_kind_text(self._kind)}"
+        elif self.kind and header.kind and self.kind != header.kind:
+            error = f"has elements of {_kind_text(header.kind)}, this rank receives {_kind_text(self.kind)}"
         if error:
             self.error = InvalidArgument(
                 f"{label}: the message with tag {header.tag} from rank {self.source} {error}; it is lost"
