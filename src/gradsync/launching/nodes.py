@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS, is_loopback, join_address, parse_address
+from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS, check_address, is_loopback, join_address, parse_address
 from gradsync.environment import (
     HOW_TO_MAKE_A_SECRET_FILE,
     SECRET_FILE,
@@ -69,10 +69,7 @@ def check_nodes(
             f"--nnodes {nnodes} needs --rendezvous HOST:PORT, the same on every machine: an address of the machine "
             "with --node-rank 0, and a port that is free there"
         )
-    try:
-        host, port = parse_address(rendezvous)
-    except InvalidArgument as error:
-        raise InvalidArgument(f"--rendezvous: {error}") from None
+    host, port = parse_address(check_address(rendezvous, "--rendezvous"))
     if host in ("0.0.0.0", "::"):
         raise InvalidArgument(
             f"--rendezvous needs an address of the machine with --node-rank 0, by which the others reach it, got {host}"
