@@ -95,11 +95,11 @@ def run_command(
         )
 
     with contextlib.ExitStack() as stack:
-        endpoint, listener = None, None
+        server = None
         if nodes.nnodes > 1:
             words = "--rendezvous needs an address of the machine with --node-rank 0"
             shared = shared_endpoint(*nodes[2:], is_first=nodes.node_rank == 0, words=words)
-            endpoint, listener = stack.enter_context(shared)
+            server = stack.enter_context(shared)
             place = f"node {nodes.node_rank} of {nodes.nnodes}: {name_ranks(own_ranks)} of {world_size}"
             notices.print(f"gradsync: {place}; rendezvous at {join_address(nodes.host, nodes.port)}")
         job = Job(
@@ -107,8 +107,7 @@ def run_command(
             n_ranks,
             world_size=world_size,
             rank_start=rank_start,
-            endpoint=endpoint,
-            listener=listener,
+            shared=server,
             backend=backend,
             master_addr=nodes.host,
             gpus=devices,

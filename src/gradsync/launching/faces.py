@@ -218,11 +218,11 @@ def launcher(
             call = functools.partial(call_in_group, _reference(function), chosen, has_others)
             target = calls.call_target(call, args, kwargs, who="launcher", name=calls.function_name(function))
             with contextlib.ExitStack() as stack:
-                endpoint, listener = None, None
+                server = None
                 if has_others:
                     words = "launcher needs master_ip to be an address of the machine with rank_start 0"
                     shared = shared_endpoint(host, port, _secret_for(host), is_first=rank_start == 0, words=words)
-                    endpoint, listener = stack.enter_context(shared)
+                    server = stack.enter_context(shared)
                 outcome = supervise(
                     Job(
                         target,
@@ -232,8 +232,7 @@ def launcher(
                         backend=chosen,
                         master_addr=host,
                         rendezvous_port=port,
-                        endpoint=endpoint,
-                        listener=listener,
+                        shared=server,
                     )
                 )
             calls.raise_for_signal(outcome)

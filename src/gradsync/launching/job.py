@@ -76,10 +76,9 @@ class Job:
         master_addr: the value of MASTER_ADDR in the ranks, for the user's own use.
         master_port: the value of MASTER_PORT in the ranks, for the user's own use; None or 0 chooses a free port, or
             the port next to the rendezvous server's if several launchers share it.
-        rendezvous_port: the port of the rendezvous server on 127.0.0.1, if `endpoint` is None; 0 chooses a free port.
-        endpoint: the address and secret of the rendezvous server, if the caller has chosen them, for example because
-            several launchers share the server. By default the supervisor hosts a server with a new secret.
-        listener: the bound socket at the endpoint's address, if the supervisor has to run the server there.
+        rendezvous_port: the port of the rendezvous server on 127.0.0.1, if `shared` is None; 0 chooses a free port.
+        shared: the address and secret of the rendezvous server that several launchers share, and its bound socket if
+            this launcher hosts it; see `shared_endpoint`. By default the supervisor hosts a server with a new secret.
         gpus: the value of CUDA_VISIBLE_DEVICES for each process; by default each process inherits this process's value.
         stdin_rank: the rank that gets this process's standard input, or None; the other ranks read /dev/null.
         grace_seconds: how many seconds the ranks have to end, after the launcher has asked them to end, before SIGKILL.
@@ -103,8 +102,7 @@ class Job:
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     rendezvous_port: int = 0
-    endpoint: Endpoint | None = None
-    listener: socket.socket | None = None
+    shared: tuple[Endpoint, socket.socket | None] | None = None
     gpus: tuple[str, ...] | None = None
     stdin_rank: int | None = 0
     grace_seconds: float = DEFAULT_GRACE_SECONDS
@@ -129,8 +127,8 @@ class Job:
             self.target = self.target._replace(wrapper=_split_wrapper(self.wrap))
         if self.world_size == 0:
             self.world_size = self.rank_start + self.n_ranks
-        if self.endpoint is not None and self.n_ranks < self.world_size:
-            host, port = parse_address(self.endpoint.address)
+        if self.shared is not None:
+            host, port = parse_address(self.shared[0].address)
             self.own_address = address_towards(host, port)
             self.master_port = self.master_port or port_beside(port)
 

@@ -97,9 +97,9 @@ class OutputForwarder:
         stderr: TextIO | None,
         *,
         prefix: bool,
-        log_dir: str | None = None,
-        restart: int = 0,
-        ranks_elsewhere: Container[int] = (),
+        log_dir: str | None,
+        restart: int,
+        ranks_elsewhere: Container[int],
     ) -> None:
         if log_dir is not None:
             _prepare_logs(log_dir, restart, ranks_elsewhere)

@@ -67,10 +67,9 @@ _SILENT = Notices(None)
 def supervise(job: Job, *, make_output: MakeOutput | None = None, notices: Notices = _SILENT) -> Outcome:
     """Runs a job until all its ranks have ended; restarts all ranks after a failure, as often as the job allows.
 
-    The function hosts the rendezvous server of the run, unless the job has an endpoint without a listener. If the main
-    thread calls the function, SIGINT, SIGTERM and SIGHUP end the job. The function forwards the first of these signals
-    to the ranks, or kills the ranks if they have already been asked to end. Outcome.signal_number is the number of this
-    signal.
+    The function hosts the rendezvous server of the run, unless another launcher hosts it. If the main thread calls the
+    function, SIGINT, SIGTERM and SIGHUP end the job. The function forwards the first of these signals to the ranks, or
+    kills the ranks if they have already been asked to end. Outcome.signal_number is the number of this signal.
 
     Args:
         job: the job.
@@ -195,12 +194,13 @@ class Supervisor:
         if not os.path.exists("/proc/self/stat"):
             raise BackendUnavailable("starting ranks needs /proc, which is not there: mount -t proc proc /proc")
         raise_limit(_FILES_OF_A_RANK * job.n_ranks)
-        endpoint, listener = job.endpoint, job.listener
         try:
-            # The server's socket is bound now, so that ranks can start before the server does.
-            if endpoint is None:
+            if job.shared is not None:
+                endpoint, listener = job.shared
+            else:
+                # The server's socket is bound now, so that ranks can start before the server does. Ranks of an earlier
+                # start cannot join, because they do not know this secret.
                 listener = self._stack.enter_context(bind_listener("127.0.0.1", job.rendezvous_port))
-                # Ranks of an earlier start cannot join, because they do not know this secret.
                 endpoint = Endpoint(format_address(listener), os.urandom(32))
             self._endpoint = endpoint
             self._port = job.master_port or self._stack.enter_context(reserve_port()).getsockname()[1]
