@@ -180,11 +180,7 @@ def _resource_tracker_descriptor(inherited: _InheritedDescriptors) -> int | None
 
 
 def _pickle_call(name: str, *call: Any) -> bytes:
-    """Pickles a call in one piece, so that two arguments that share an object share one object in the rank too.
-
-    Raises:
-        InvalidArgument: the function or an argument cannot be pickled.
-    """
+    """Pickles a call in one piece, so that two arguments that share an object share one object in the rank too."""
     imports_main = ranks_import_main()
     if imports_main:
         try:

@@ -267,11 +267,7 @@ def _check_node(n_gpus: int | None, world_size: int | None, rank_start: int, mas
 
 
 def _secret_for(host: str) -> bytes | None:
-    """Returns the secret that the user has set for the launchers of several machines.
-
-    Raises:
-        AuthenticationError: there is none, and other machines can reach the server.
-    """
+    """Returns the secret that the user has set; None only where no other machine can reach the server."""
     from gradsync.environment import SECRET, SECRET_FILE, read_secret
 
     secret = read_secret()
