@@ -94,15 +94,9 @@ def from_mpi(
     communicator = made.get((backend, device))
     if communicator is None or communicator.closed:
         place = RankEnvironment(comm.Get_rank(), comm.Get_size(), _local_rank(comm), comm.Get_size(), source=FROM_MPI)
-        settings = WorldSettings(
-            place,
-            None,
-            device or _current_device(backend),
-            timeout_seconds,
-            COLLECTIVE_TIMEOUT_SECONDS.read() or collective_timeout_seconds,
-            ALLOW_SHARED_GPU.read(),
-            comm,
-        )
+        device_name = device or _current_device(backend)
+        seconds = COLLECTIVE_TIMEOUT_SECONDS.read() or collective_timeout_seconds
+        settings = WorldSettings(place, None, device_name, timeout_seconds, seconds, ALLOW_SHARED_GPU.read(), comm)
         communicator, client = _make(mpi, comm, backend, settings)
         made[backend, device] = communicator
         _open[:] = [each for each in _open if not each[0].closed]

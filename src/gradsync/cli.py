@@ -15,14 +15,7 @@ import click
 from gradsync import __version__
 from gradsync.arguments import DEFAULT_GRACE_SECONDS, LARGEST_PORT
 from gradsync.backends import BACKENDS, TABLE
-from gradsync.environment import (
-    ADDRESS,
-    BACKEND,
-    HOW_TO_MAKE_A_SECRET_FILE,
-    SECRET,
-    SECRET_FILE,
-    read_secret_option,
-)
+from gradsync.environment import ADDRESS, BACKEND, HOW_TO_MAKE_A_SECRET_FILE, SECRET, SECRET_FILE, read_secret_option
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RendezvousError
 from gradsync.words import hint, refuse_removed
 

@@ -424,12 +424,9 @@ def variables_of_mpi(environ: Mapping[str, str]) -> set[str]:
 
 def without_launcher() -> dict[str, str]:
     """Returns the environment variables without those that launchers set for a rank."""
-    inherited = {*OF_A_RUN, *_RANK.names(os.environ), *variables_of_mpi(os.environ), *_OF_TORCHRUN}
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in inherited and not name.startswith(("TORCHELASTIC_", "SLURM_"))
-    }
+    theirs = {*OF_A_RUN, *_RANK.names(os.environ), *variables_of_mpi(os.environ), *_OF_TORCHRUN}
+    prefixes = ("TORCHELASTIC_", "SLURM_")
+    return {n: v for n, v in os.environ.items() if n not in theirs and not n.startswith(prefixes)}
 
 
 def find_mpiexec() -> str | None:
