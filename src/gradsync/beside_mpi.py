@@ -13,6 +13,7 @@ import os
 import secrets
 import sys
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import gradsync.process_group  # noqa: F401  its function that ends the job at exit must run after this module's
@@ -92,13 +93,10 @@ def from_mpi(
         comm.Set_attr(_key(mpi), made)
     communicator = made.get((backend, device))
     if communicator is None or communicator.closed:
-        seconds = COLLECTIVE_TIMEOUT_SECONDS.read() or collective_timeout_seconds
-        allow_shared_gpu = ALLOW_SHARED_GPU.read()
         place = RankEnvironment(comm.Get_rank(), comm.Get_size(), _local_rank(comm), comm.Get_size(), source=FROM_MPI)
-        settings = WorldSettings(
-            place, None, device or _current_device(backend), timeout_seconds, seconds, allow_shared_gpu
-        )
-        settings = settings._replace(mpi_comm=comm)
+        device_name = device or _current_device(backend)
+        seconds = COLLECTIVE_TIMEOUT_SECONDS.read() or collective_timeout_seconds
+        settings = WorldSettings(place, None, device_name, timeout_seconds, seconds, ALLOW_SHARED_GPU.read(), comm)
         communicator, client = _make(mpi, comm, backend, settings)
         made[backend, device] = communicator
         _open[:] = [each for each in _open if not each[0].closed]
@@ -143,7 +141,7 @@ def _meet(mpi: Any, comm: Any, label: str, deadline: float) -> list[str]:
         server, secret = _hosted(host)
         server.make_room_for(len(rows))
         name = f"{(comm.Get_name() or 'mpi')[:_NAME_CHARACTERS]}-{secrets.token_hex(4)}"
-        count = {machine: machines.count(machine) for machine in set(machines)}
+        count = Counter(machines)
         return [f"{server.address}\n{secret.hex()}\n{name}\n{count[machine]}" for machine in machines]
 
     machine = digest_of("machine", machine_identity() or os.uname().nodename)

@@ -15,7 +15,7 @@ import click
 from gradsync import __version__
 from gradsync.arguments import DEFAULT_GRACE_SECONDS, LARGEST_PORT
 from gradsync.backends import BACKENDS, TABLE
-from gradsync.environment import BACKEND, SECRET, SECRET_FILE
+from gradsync.environment import ADDRESS, BACKEND, HOW_TO_MAKE_A_SECRET_FILE, SECRET, SECRET_FILE, read_secret_option
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RendezvousError
 from gradsync.words import hint, refuse_removed
 
@@ -262,7 +262,6 @@ def serve(world_size: int, host: str, port: int, secret_file: str | None) -> Non
     this address; with --host 0.0.0.0, put an address of this machine in place of 0.0.0.0. GRADSYNC_SECRET_FILE is the
     path of a file with the same secret. Ctrl-C or SIGTERM ends the server.
     """
-    from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, read_secret_option
     from gradsync.rendezvous.server import RendezvousServer
 
     if secret_file is None:
@@ -284,14 +283,9 @@ def serve(world_size: int, host: str, port: int, secret_file: str | None) -> Non
 
 def _print_exports(address: str, secret_file: str) -> None:
     """Prints the commands that set a rank's variables, on stderr, because stdout has only the address."""
-    import os
-    import shlex
-
-    from gradsync import environment
-
-    click.echo(f"export {environment.ADDRESS}={shlex.quote(address)}", err=True)
+    click.echo(f"export {ADDRESS}={shlex.quote(address)}", err=True)
     if secret_file != "-":
-        click.echo(f"export {environment.SECRET_FILE}={shlex.quote(os.path.abspath(secret_file))}", err=True)
+        click.echo(f"export {SECRET_FILE}={shlex.quote(os.path.abspath(secret_file))}", err=True)
 
 
 def _stop_on_termination(server: RendezvousServer) -> list[int]:

@@ -50,10 +50,6 @@ def parse_integer(name: str, text: str, lowest: int = 0, highest: int = 10**9, w
     return int(text)
 
 
-def _text(_name: str, text: str) -> str:
-    return text
-
-
 def _switch(name: str, text: str) -> bool:
     if text not in ("0", "1"):
         raise InvalidArgument(f"{name} needs to be 0 or 1, got {text!r}")
@@ -80,14 +76,6 @@ def _log_level(name: str, text: str) -> str:
     if text.upper() not in _LOG_LEVELS:
         raise InvalidArgument(f"{name} needs to be debug, info, warning, error or critical, got {text!r}")
     return text.upper()
-
-
-def _address(name: str, text: str) -> str:
-    return check_address(text, name)
-
-
-def _secret_of_file(_name: str, path: str) -> bytes:
-    return read_secret_file(path)
 
 
 def parse_secret(origin: str, text: str) -> bytes:
@@ -138,11 +126,13 @@ class Variable(str, Generic[T]):
         return self.default if text is None else self._parse(self, text)
 
 
-ADDRESS = Variable("GRADSYNC_ADDRESS", _address, None)  # a server is there: the launcher's, or `gradsync serve`
+ADDRESS = Variable(
+    "GRADSYNC_ADDRESS", lambda name, text: check_address(text, name), None
+)  # a server is there: the launcher's, or `gradsync serve`
 BACKEND = Variable("GRADSYNC_BACKEND", _backend, "auto")
 ALLOW_SHARED_GPU = Variable("GRADSYNC_ALLOW_SHARED_GPU", _switch, False)
 SECRET = Variable("GRADSYNC_SECRET", parse_secret, None)
-SECRET_FILE = Variable("GRADSYNC_SECRET_FILE", _secret_of_file, None)
+SECRET_FILE = Variable("GRADSYNC_SECRET_FILE", lambda _name, path: read_secret_file(path), None)
 DEBUG = Variable("GRADSYNC_DEBUG", _switch, False)
 PLAIN_KERNELS = Variable("GRADSYNC_PLAIN_KERNELS", _switch, False)
 COLLECTIVE_TIMEOUT_SECONDS = Variable("GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS", _seconds, None)  # before the script's
@@ -150,7 +140,7 @@ LOG = Variable("GRADSYNC_LOG", _log_level, None)
 FLIGHT_RECORDER_ENTRIES = Variable(
     "GRADSYNC_FLIGHT_RECORDER_ENTRIES", partial(parse_integer, lowest=1, highest=_MAX_RECORDER_ENTRIES), 64
 )
-TRACE = Variable("GRADSYNC_TRACE", _text, None)
+TRACE = Variable("GRADSYNC_TRACE", lambda _name, folder: folder, None)
 
 VARIABLES: tuple[Variable[object], ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
 #: The variables of one run. A launcher sets its own for its ranks, whatever it has inherited.
@@ -175,21 +165,21 @@ def refused_variables(
             yield variable, error
 
 
-def check_removed_variables(environ: Mapping[str, str] = os.environ) -> None:
+def check_removed_variables() -> None:
     """Raises InvalidArgument if a variable is set that gradsync no longer has; the error says what to do instead."""
-    for _, error in refused_variables(environ, ()):
+    for _, error in refused_variables(variables=()):
         raise error
 
 
-def check_variables(environ: Mapping[str, str] = os.environ) -> None:
+def check_variables() -> None:
     """Checks, in a launcher, what its ranks inherit, so that they do not all say the same; warns of unknown variables.
 
     Raises:
         InvalidArgument: a variable that ranks inherit has a wrong value, or gradsync no longer has it.
     """
-    for _, error in refused_variables(environ, [variable for variable in VARIABLES if variable not in OF_A_RUN]):
+    for _, error in refused_variables(variables=[variable for variable in VARIABLES if variable not in OF_A_RUN]):
         raise error
-    warn_of_unknown_variables(environ)
+    warn_of_unknown_variables()
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
@@ -212,23 +202,28 @@ def describe_unknown(meant: str | None) -> str:
     return f"gradsync has no such variable and ignores it{advice}"
 
 
-def warn_of_unknown_variables(environ: Mapping[str, str] = os.environ) -> None:
+def warn_of_unknown_variables() -> None:
     """Logs each unknown variable, once in a process."""
-    for name, meant in unknown_variables(environ).items():
+    for name, meant in unknown_variables().items():
         if name not in _warned:
             _warned.add(name)
-            import logging  # imported here, so that ranks start fast
-
-            logging.getLogger("gradsync").warning("gradsync: warning: %s: %s", name, describe_unknown(meant))
+            log_warning(f"gradsync: warning: {name}: {describe_unknown(meant)}")
 
 
-def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
+def log_warning(text: str) -> None:
+    """Logs a warning; for modules that do not import logging before they need it, so that ranks start fast."""
+    import logging
+
+    logging.getLogger("gradsync").warning(text)
+
+
+def configure_logging() -> None:
     """Sets the level of the logger "gradsync" by GRADSYNC_LOG; gives it a handler for stderr if it has none.
 
     Raises:
         InvalidArgument: GRADSYNC_LOG is no level.
     """
-    level = LOG.read(environ)
+    level = LOG.read()
     if level is None:
         return
     import logging  # imported here, so that ranks start fast
@@ -244,18 +239,18 @@ def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
 # -- The secret of the run --------------------------------------------------------------------------------------------
 
 
-def has_secret(environ: Mapping[str, str] = os.environ) -> bool:
+def has_secret() -> bool:
     """Returns whether a variable says what the secret of the run is, or where."""
-    return value_of(environ, SECRET) is not None or value_of(environ, SECRET_FILE) is not None
+    return value_of(os.environ, SECRET) is not None or value_of(os.environ, SECRET_FILE) is not None
 
 
-def read_secret(environ: Mapping[str, str] = os.environ) -> bytes | None:
+def read_secret() -> bytes | None:
     """Returns the secret of the run from GRADSYNC_SECRET, else from the file in GRADSYNC_SECRET_FILE, else None.
 
     Raises:
         InvalidArgument: the variable contains no secret, or the file is wrong (see read_secret_file).
     """
-    return SECRET.read(environ) or SECRET_FILE.read(environ)
+    return SECRET.read() or SECRET_FILE.read()
 
 
 def read_secret_file(path: str) -> bytes:

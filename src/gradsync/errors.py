@@ -318,6 +318,11 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
 
+def count(number: int, what: str) -> str:
+    """Returns a text such as "1 rank" or "2 ranks"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def size_text(size_bytes: float) -> str:
     """Returns a size as text: "72 bytes", "7.81 KB", "25 MB". 1 MB is 1024**2 bytes, as in options."""
     for unit, name in ((1024**3, "GB"), (1024**2, "MB"), (1024, "KB")):

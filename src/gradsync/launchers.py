@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from gradsync.arguments import LARGEST_PORT, is_loopback
-from gradsync.environment import ADDRESS, BACKEND, OF_A_RUN, SECRET_FILE, parse_integer, value_of
+from gradsync.environment import ADDRESS, BACKEND, OF_A_RUN, SECRET_FILE, log_warning, parse_integer, value_of
 from gradsync.errors import InvalidArgument
 from gradsync.machine import read_stat
 
@@ -177,7 +177,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment
         InvalidArgument: a variable is malformed or out of range, or two launchers disagree; the error names them.
     """
     place = _find_place(environ)
-    return None if place is None else complete(environ, place)
+    return None if place is None else _complete(environ, place)
 
 
 def is_launched() -> bool:
@@ -203,23 +203,21 @@ def environment_of_arguments(rank: int, world_size: int) -> RankEnvironment:
     Raises:
         InvalidArgument: a variable is malformed; the error names it.
     """
-    return complete(os.environ, _Place("arguments", rank, world_size))
+    return _complete(os.environ, _Place("arguments", rank, world_size))
 
 
-def alone_without_launcher(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
+def alone_without_launcher() -> RankEnvironment:
     """Returns the rank environment of a process without a launcher, and logs that it is a world of one rank.
 
     Raises:
         InvalidArgument: a variable suggests that a launcher has started this process; the error names it.
     """
-    hints = _set(environ, (*(name for name in OF_A_RUN if name != BACKEND), *_HINTS))
-    hints += [name for name in sorted(environ) if name.startswith(_PREFIXES_OF_HINTS)]
-    hints += [name for name, alone in _ALONE.items() if value_of(environ, name) not in (None, alone)]
+    hints = _set(os.environ, (*(name for name in OF_A_RUN if name != BACKEND), *_HINTS))
+    hints += [name for name in sorted(os.environ) if name.startswith(_PREFIXES_OF_HINTS)]
+    hints += [name for name, alone in _ALONE.items() if value_of(os.environ, name) not in (None, alone)]
     if hints:
         raise no_rank_is_known(f"{hints[0]} is set, which suggests a launcher, but RANK and WORLD_SIZE are not set")
-    import logging  # imported here, so that launchers start fast
-
-    logging.getLogger("gradsync").warning(
+    log_warning(
         "gradsync: no launcher has started this process, so it is a world of one rank (for two: gradsync run -n 2 "
         "script.py)"
     )
@@ -290,7 +288,7 @@ def _integer(environ: Mapping[str, str], name: str, lowest: int, highest: int = 
 # -- Where the ranks meet ---------------------------------------------------------------------------------------------
 
 
-def complete(environ: Mapping[str, str], place: _Place) -> RankEnvironment:
+def _complete(environ: Mapping[str, str], place: _Place) -> RankEnvironment:
     """Adds where the ranks meet to a process's rank."""
     address = ADDRESS.read(environ)
     master_addr, master_port, run_name = value_of(environ, "MASTER_ADDR"), read_master_port(environ), None
@@ -424,15 +422,16 @@ def variables_of_mpi(environ: Mapping[str, str]) -> set[str]:
     return {name for name in environ if name.startswith(_OF_MPI)}
 
 
-def without_launcher(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def without_launcher() -> dict[str, str]:
     """Returns the environment variables without those that launchers set for a rank."""
-    inherited = {*OF_A_RUN, *_RANK.names(environ), *variables_of_mpi(environ), *_OF_TORCHRUN}
-    return {n: v for n, v in environ.items() if n not in inherited and not n.startswith(("TORCHELASTIC_", "SLURM_"))}
+    theirs = {*OF_A_RUN, *_RANK.names(os.environ), *variables_of_mpi(os.environ), *_OF_TORCHRUN}
+    prefixes = ("TORCHELASTIC_", "SLURM_")
+    return {n: v for n, v in os.environ.items() if n not in theirs and not n.startswith(prefixes)}
 
 
-def find_mpiexec(environ: Mapping[str, str] = os.environ) -> str | None:
+def find_mpiexec() -> str | None:
     """Returns the path of mpiexec: beside this Python, where pip installs it, else in PATH; None if there is none."""
     import shutil  # imported here, because the import takes a millisecond
 
     beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
-    return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec", path=environ.get("PATH"))
+    return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec")

@@ -206,21 +206,16 @@ def usable_cores() -> int:
         return os.cpu_count() or 1
 
 
-def blas_thread_variables(n_processes: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def blas_thread_variables(n_processes: int) -> dict[str, str]:
     """Returns environment variables that divide the cores among the linear algebra threads of `n_processes` ranks.
 
-    Args:
-        n_processes: the number of ranks on this machine.
-        environ: the environment variables. The result leaves out the variables that are already set in `environ`.
-
-    Returns:
-        The variables to add. Each has the value of OMP_NUM_THREADS if the user has set it, since every library
-        follows it where it has no variable of its own; else max(1, usable cores // n_processes).
+    Each has the value of OMP_NUM_THREADS if the user has set it, since every library follows it where it has no
+    variable of its own; else max(1, usable cores // n_processes).
     """
-    threads = environ.get("OMP_NUM_THREADS", "")
+    threads = os.environ.get("OMP_NUM_THREADS", "")
     if not threads.isdecimal():  # not set, or a list, which only OpenMP knows
-        threads = str(max(1, usable_cores() // max(1, n_processes)))
-    return {name: threads for name in BLAS_VARIABLES if name not in environ}
+        threads = str(max(1, usable_cores() // n_processes))
+    return dict.fromkeys(BLAS_VARIABLES, threads)
 
 
 def begin_on_core(number: int) -> None:

@@ -73,17 +73,22 @@ def _missing(owner: str, name: str) -> NoReturn:
     raise AttributeError(f"gradsync.mpi has no {owner}.{name}: {text}", name=name)
 
 
-class _Shaped(type):
-    """The class of those that stand for mpi4py's, e.g. for MPI.Request.Waitsome."""
-
-    def __getattr__(cls, name: str) -> NoReturn:
+class _ShapedType(type):
+    def __getattr__(cls, name: str) -> NoReturn:  # e.g. for MPI.Request.Waitsome
         _missing(cls.__name__, name)
+
+
+class _Shaped(metaclass=_ShapedType):
+    """A class that stands for one of mpi4py, and says what to use in place of what it lacks."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _missing(type(self).__name__, name)
 
 
 # -- Types and operators ----------------------------------------------------------------------------------------------
 
 
-class Datatype(metaclass=_Shaped):
+class Datatype(_Shaped):
     """The type of the elements of a buffer, e.g. MPI.DOUBLE: a name for a dtype of NumPy."""
 
     def __init__(self, name: str, dtype: Any) -> None:
@@ -101,9 +106,6 @@ class Datatype(metaclass=_Shaped):
     def __repr__(self) -> str:
         return f"<MPI.{self.name} ({self.dtype})>"
 
-    def __getattr__(self, name: str) -> NoReturn:
-        _missing("Datatype", name)
-
 
 _DTYPES = {
     **{"CHAR": "S1", "SIGNED_CHAR": "i1", "UNSIGNED_CHAR": "u1", "BYTE": "u1", "C_BOOL": "?", "BOOL": "?"},
@@ -119,7 +121,7 @@ _TYPES = {name: Datatype(name, dtype) for name, dtype in _DTYPES.items()}
 _RAW = ("|u1", "|i1", "|S1", "|V1")  # the bytes of any type
 
 
-class Op(metaclass=_Shaped):
+class Op(_Shaped):
     """An operator. SUM, PROD, MIN and MAX reduce arrays and objects, the others objects only."""
 
     def __init__(self, name: str, function: Callable[[Any, Any], Any], of_arrays: ReduceOp | None = None) -> None:
@@ -182,7 +184,7 @@ def _is_in_place(buffer: Any) -> bool:
 # -- Requests ---------------------------------------------------------------------------------------------------------
 
 
-class Status(metaclass=_Shaped):
+class Status(_Shaped):
     """What a receive tells: the source, the tag and the size of the message."""
 
     def __init__(self) -> None:
@@ -207,19 +209,17 @@ class Status(metaclass=_Shaped):
     def Is_cancelled(self) -> bool:
         return False
 
-    def _set(self, source: int, tag: int, count: int) -> None:
-        self.source, self.tag, self.count, self.error = source, tag, count, 0
+    def _set(self, source: int | None, header: Header | None) -> None:
+        self.source = ANY_SOURCE if source is None else source
+        self.tag, self.count = (ANY_TAG, 0) if header is None else (header.tag, header.size)
+        self.error = 0
 
-    def __getattr__(self, name: str) -> NoReturn:
-        _missing("Status", name)
 
-
-class Request(metaclass=_Shaped):
+class Request(_Shaped):
     """A message or a collective that was begun. Messages are pending until this rank waits: Test moves them on, too.
 
     Args:
         begun: what was begun; None: a request that is over, such as MPI.REQUEST_NULL.
-        is_object: whether a receive gives a Python object.
         source: the rank of the message, PROC_NULL if there is none.
     """
 
@@ -227,11 +227,9 @@ class Request(metaclass=_Shaped):
         self,
         begun: Sending | Receiving | CollectiveFuture | None = None,
         *,
-        is_object: bool = False,
         source: int | None = None,
     ) -> None:
         self._begun = begun
-        self._is_object = is_object
         self._source = source
 
     def __bool__(self) -> bool:
@@ -249,14 +247,14 @@ class Request(metaclass=_Shaped):
         header, result = None, None
         if isinstance(begun, Receiving):
             header = begun.wait()
-            if self._is_object:
-                result = _unpickled(begun)
+            if begun.kind == OBJECT:
+                result = pickle.loads(begun.data.data)
         elif isinstance(begun, Sending):
             begun.wait()
         elif begun is not None:
             begun.result()
         if status is not None:
-            _tell(status, self._source, header)
+            status._set(self._source, header)
         return result
 
     def test(self, status: Status | None = None) -> tuple[bool, Any]:
@@ -330,9 +328,6 @@ class Request(metaclass=_Shaped):
     def Testall(requests: Sequence[Request], statuses: Sequence[Status] | None = None) -> bool:
         return Request.testall(requests, statuses)[0]
 
-    def __getattr__(self, name: str) -> NoReturn:
-        _missing("Request", name)
-
 
 def _nothing() -> Request:
     """Returns the request of a message to or from PROC_NULL."""
@@ -344,17 +339,6 @@ def _move_on_together(messages: Sequence[Sending | Receiving]) -> None:
     until = time.monotonic() + max([each.tagged.timeout_seconds for each in messages])
     while not all([each.done() for each in messages]) and time.monotonic() < until:  # noqa: C419 - it moves each on
         time.sleep(1e-5)
-
-
-def _tell(status: Status, source: int | None, header: Header | None) -> None:
-    if header is not None and source is not None:
-        status._set(source, header.tag, header.size)
-    else:
-        status._set(ANY_SOURCE if source is None else source, ANY_TAG, 0)
-
-
-def _unpickled(receiving: Receiving) -> Any:
-    return pickle.loads(receiving.data.data)
 
 
 # -- Communicators ----------------------------------------------------------------------------------------------------
@@ -398,7 +382,7 @@ class _Parts(NamedTuple):
             begin += count
 
 
-class Group(metaclass=_Shaped):
+class Group(_Shaped):
     """Some ranks of a communicator, for Create_group."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
@@ -424,11 +408,8 @@ class Group(metaclass=_Shaped):
     def Free(self) -> None:
         pass
 
-    def __getattr__(self, name: str) -> NoReturn:
-        _missing("Group", name)
 
-
-class Comm(metaclass=_Shaped):
+class Comm(_Shaped):
     """A gradsync communicator in the shape of an mpi4py communicator.
 
     Methods raise the errors of Communicator (collectives.py), and InvalidArgument for a buffer that does not fit. What
@@ -467,9 +448,6 @@ class Comm(metaclass=_Shaped):
     def __repr__(self) -> str:
         return f"<MPI.Comm over {self._of!r}>" if self else "<MPI.COMM_NULL>"
 
-    def __getattr__(self, name: str) -> NoReturn:
-        _missing("Comm", name)
-
     # -- The ranks -----------------------------------------------------------------------------------------------
 
     def Get_rank(self) -> int:
@@ -506,8 +484,7 @@ class Comm(metaclass=_Shaped):
         made = self._settled().new_group(members)
         return wrap(made.split(0, members.index(self.rank)) if made and members != sorted(members) else made)
 
-    def Create(self, group: Group) -> Comm:
-        return self.Create_group(group)
+    Create = Create_group
 
     def Dup(self, info: Any = None) -> Comm:
         return wrap(self._settled().new_group(range(self.size)))
@@ -851,8 +828,7 @@ class Comm(metaclass=_Shaped):
         if number is None or not ANY_TAG <= number <= _LARGEST_TAG:
             self._refuse("Recv", f"needs a tag from 0 to {_LARGEST_TAG}, or MPI.ANY_TAG, got {tag!r}")
         source = self._peer("Recv", "source", source)
-        begun = self.communicator.tagged.receive(room, source, number, kind)
-        return Request(begun, is_object=kind == OBJECT, source=source)
+        return Request(self.communicator.tagged.receive(room, source, number, kind), source=source)
 
     def _peer(self, what: str, name: str, rank: Any) -> int:
         number = integer_of(rank)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -103,6 +103,8 @@ class Receiving:
     Attributes:
         header: the message's header, once known.
         data: the bytes that have come, once the message is done: the beginning of `room`, or the array that was made.
+        work: what receives the bytes.
+        error: why the receive failed.
     """
 
     def __init__(self, tagged: TaggedMessages, source: int, room: Any, tag: int, kind: str) -> None:
@@ -110,12 +112,12 @@ class Receiving:
         self.source = source
         self._room = room
         self._tag = tag
-        self._kind = kind
+        self.kind = kind
         self.header: Header | None = None
         self.data: Any = None
-        self._work: Work = DONE
+        self.work: Work = DONE
         self._aside: Receiving | None = None  # it has come already, and is copied at the end
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     def takes(self, tag: int) -> bool:
         """Whether a message with this tag may be this one."""
@@ -127,10 +129,10 @@ class Receiving:
         error = ""
         if self._room is not None and header.size > self._room.size:
             error = f"has {header.size} bytes, but the buffer of this rank has only {self._room.size}"
-        elif self._kind and header.kind and self._kind != header.kind:
-            error = f"has elements of {_kind_text(header.kind)}, this rank receives {_kind_text(self._kind)}"
+        elif self.kind and header.kind and self.kind != header.kind:
+            error = f"has elements of {_kind_text(header.kind)}, this rank receives {_kind_text(self.kind)}"
         if error:
-            self._error = InvalidArgument(
+            self.error = InvalidArgument(
                 f"{label}: the message with tag {header.tag} from rank {self.source} {error}; it is lost"
             )
         if self._room is None or error:
@@ -143,29 +145,23 @@ class Receiving:
         """Takes a message that has come before."""
         assert aside.header is not None
         self.match(aside.header, label)
-        self._aside, self._work = aside, aside._work
-
-    def start(self, work: Work) -> None:
-        """Sets what receives the bytes."""
-        self._work = work
-
-    def fail(self, error: BaseException) -> None:
-        """Ends the receive because its header could not be received."""
-        self._error = error
+        self._aside, self.work = aside, aside.work
 
     @property
     def is_known(self) -> bool:
         """Whether its message is known, or it has failed."""
-        return self.header is not None or self._error is not None
+        return self.header is not None or self.error is not None
 
     def wait(self) -> Header:
         """Waits until the message has come, on a GPU until it was launched. Returns its header, or raises its error."""
         while not self.is_known:
             self.tagged.await_header(self)
-        self._work.order("Recv")
-        if self._error is not None:
-            raise again(self._error)
-        self._finish()
+        self.work.order("Recv")
+        if self.error is not None:
+            raise again(self.error)
+        if self._aside is not None:
+            self.tagged.copy(self._aside.data, self.data)
+            self._aside = None
         assert self.header is not None
         return self.header
 
@@ -173,12 +169,7 @@ class Receiving:
         """Whether the message has come or failed. Moves all messages on."""
         if not self.is_known:
             self.tagged.move_on(self)
-        return self.is_known and self._work.done()
-
-    def _finish(self) -> None:
-        if self._aside is not None:
-            self.tagged.copy(self._aside.data, self.data)
-            self._aside = None
+        return self.is_known and self.work.done()
 
 
 class _FromRank:
@@ -210,9 +201,9 @@ class TaggedMessages:
         self._check_writable = communicator._check_writable
         self._rank = communicator.rank
         self._label = communicator.label
-        self._sources: dict[int, _FromRank] = {}
+        self._sources: defaultdict[int, _FromRank] = defaultdict(_FromRank)
         # On a GPU: how many headers were sent to each rank, the messages that wait to be launched, and the failures.
-        self._sent: dict[int, int] = {}
+        self._sent: Counter[int] = Counter()
         self._waiting: list[Sending] = []
         self._failures: FailureMonitor | None = None
         self._answers_within = _LOOK_SECONDS
@@ -225,7 +216,7 @@ class TaggedMessages:
         header = Header(tag, data.size, kind)
         if dest == self._rank:
             self._lifetime.check_usable("Send")
-            self._place(self._from(dest), header, data.copy())
+            self._place(self._sources[dest], header, data.copy())
             return Sending(self, DONE)
         messages = [self._outgoing("Send", data, dest, None)] if data.size else []
         if not self._backend.on_gpu:
@@ -244,7 +235,7 @@ class TaggedMessages:
         self._lifetime.check_usable("Recv")
         if room is not None:
             self._check_writable("Recv", room, "a buffer", "pass another one")
-        receiving, of_source = Receiving(self, source, room, tag, kind), self._from(source)
+        receiving, of_source = Receiving(self, source, room, tag, kind), self._sources[source]
         for aside in of_source.aside:
             assert aside.header is not None
             if receiving.takes(aside.header.tag):
@@ -255,9 +246,6 @@ class TaggedMessages:
         if source != self._rank and not self._backend.on_gpu and of_source.coming is None:
             self._messages.begin([], [self._next_header(of_source, source)])
         return receiving
-
-    def _from(self, source: int) -> _FromRank:
-        return self._sources.setdefault(source, _FromRank())
 
     def _place(self, of_source: _FromRank, header: Header, data: Any = None) -> Receiving:
         """Finds the receive that a message is for, or puts it aside. `data`: the bytes, where this rank has them."""
@@ -296,13 +284,13 @@ class TaggedMessages:
             of_source.coming = None
             if message.error is not None:
                 while of_source.posted:
-                    of_source.posted.popleft().fail(message.error)
+                    of_source.posted.popleft().error = message.error
                 return []
             following = []
             receiving = self._place(of_source, Header.unpack(room.tobytes()))
             if receiving.data.size:
                 following.append(self._incoming("Recv", "array", receiving.data, source, None))
-                receiving.start(MessageWork(self._messages, following[:]))
+                receiving.work = MessageWork(self._messages, following[:])
             if of_source.posted:
                 following.append(self._next_header(of_source, source))
             for each in following:
@@ -318,7 +306,7 @@ class TaggedMessages:
             raise InvalidArgument(
                 f"{self._label}: this rank waits for a message from itself that it has not sent: it would wait for ever"
             )
-        coming = self._from(receiving.source).coming
+        coming = self._sources[receiving.source].coming
         if coming is not None:
             self._messages.wait([coming])
         elif self._backend.on_gpu:
@@ -366,21 +354,20 @@ class TaggedMessages:
         with self._lifetime.turn("a message", None):
             self._failures.check()
             self._backend.raise_if_ended(missing)
-            if waited_seconds >= self._backend.timeout_seconds:
+            if waited_seconds >= self.timeout_seconds:
                 self._failures.time_out(waited_seconds, ranks)
             self._failures.warn(waited_seconds, ranks)
 
     def _tell(self, dest: int, header: Header) -> str:
         """Sends a header; returns the key of its answer."""
-        number = self._sent.get(dest, 0)
-        self._sent[dest] = number + 1
-        key = self._key(self._rank, dest, number)
+        key = self._key(self._rank, dest, self._sent[dest])
+        self._sent[dest] += 1
         self._set(key, header.pack())
         return f"{key}/answer"
 
     def _answer_headers(self, source: int) -> bool:
         """Reads the headers from a rank that are there, as long as this rank has asked for more, and answers them."""
-        of_source, found = self._from(source), False
+        of_source, found = self._sources[source], False
         while of_source.posted:
             key = self._key(source, self._rank, of_source.begun)
             data = self._look(key, source)
@@ -391,7 +378,7 @@ class TaggedMessages:
             receiving = self._place(of_source, Header.unpack(data))
             if receiving.data.size:
                 message = self._incoming("Recv", "array", receiving.data, source, None)
-                receiving.start(self._messages.begin([], [message]))
+                receiving.work = self._messages.begin([], [message])
                 self._set(f"{key}/answer", b"")
             else:
                 self._client.delete(key)

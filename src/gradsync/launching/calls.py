@@ -21,6 +21,7 @@ from multiprocessing.reduction import ForkingPickler
 from types import FunctionType
 from typing import Any, ClassVar
 
+from gradsync.environment import log_warning
 from gradsync.errors import GradsyncError, InvalidArgument, RankFailed
 from gradsync.launchers import is_rank_of_gradsync
 from gradsync.launching.in_rank import rank_main
@@ -64,16 +65,10 @@ def warn_of_start_method(who: str, method: str | None) -> None:
     """Logs a warning for a launch by "fork" or "forkserver"; None means the method of `set_start_method`."""
     method = method or _start_method
     if method != "spawn":
-        _warn(
+        log_warning(
             f"{who}: gradsync starts ranks by spawn, not by {method}: module globals that were set before are not "
             "copied to the ranks; pass what they need as arguments"
         )
-
-
-def _warn(text: str) -> None:
-    import logging  # imported here to keep the start short
-
-    logging.getLogger("gradsync").warning(text)
 
 
 # -- The call ----------------------------------------------------------------------------------------------------------
@@ -127,7 +122,7 @@ def call_target(
 
 
 def _refuse_inside_rank(name: str) -> None:
-    if rank_main.is_importing_main():
+    if rank_main.is_importing_main:
         raise InvalidArgument(
             "each rank imports the script that launched the ranks, to find the function, and this import launches "
             'ranks again; put the launch under `if __name__ == "__main__":`'
@@ -135,7 +130,7 @@ def _refuse_inside_rank(name: str) -> None:
     if is_rank_of_gradsync() and (rank := os.environ.get("RANK")):
         advice = (
             "a rank cannot launch other ranks; launch the function from the process that launched this rank"
-            if rank_main.runs_function()
+            if rank_main.runs_function
             else "this script starts its own ranks; run it with python, not with gradsync run"
         )
         raise InvalidArgument(f"{name} was launched inside rank {rank}: {advice}")
@@ -185,11 +180,7 @@ def _resource_tracker_descriptor(inherited: _InheritedDescriptors) -> int | None
 
 
 def _pickle_call(name: str, *call: Any) -> bytes:
-    """Pickles a call in one piece, so that two arguments that share an object share one object in the rank too.
-
-    Raises:
-        InvalidArgument: the function or an argument cannot be pickled.
-    """
+    """Pickles a call in one piece, so that two arguments that share an object share one object in the rank too."""
     imports_main = ranks_import_main()
     if imports_main:
         try:
@@ -295,12 +286,11 @@ def load_result(rank: int, value: ReturnValue) -> Any:
         ) from None
 
 
-def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
+def take_results(outcome: Outcome) -> list[Any]:
     """Returns the return values in the order of the ranks, after a run without a failure.
 
     Args:
         outcome: the outcome of the run. Its results are removed one by one, so that large ones are not held twice.
-        stacklevel: the `stacklevel` of a warning, as the caller would give it to `warnings.warn`.
 
     Returns:
         The return values; None, with a RuntimeWarning, for a rank that exited before its function returned.
@@ -313,7 +303,7 @@ def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
         value, rank.result = rank.result, None
         if value is None:
             text = f"rank {rank.rank} exited with code 0 before its function returned; its result is None"
-            warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 1)
+            warnings.warn(text, RuntimeWarning, stacklevel=3)  # at the call of `launch`
         results.append(None if value is None else load_result(rank.rank, value))
     return results
 
@@ -353,5 +343,5 @@ def own_backend(who: str, backend: str) -> str:
     """Returns gradsync's name of a backend: "gloo", a backend of PyTorch, becomes "shm", with a warning in the log."""
     if backend != "gloo":
         return backend
-    _warn(f"{who}: gradsync has no backend gloo; the ranks use shm, which joins ranks of one host")
+    log_warning(f"{who}: gradsync has no backend gloo; the ranks use shm, which joins ranks of one host")
     return "shm"

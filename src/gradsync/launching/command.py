@@ -12,9 +12,9 @@ from zipimport import ZipImportError, zipimporter
 
 from gradsync.arguments import join_address
 from gradsync.environment import DEBUG, TRACE
-from gradsync.errors import InvalidArgument, name_ranks
+from gradsync.errors import InvalidArgument, count, name_ranks
 from gradsync.launchers import read_environment
-from gradsync.launching.job import Job, Target, choose_gpus, parse_gpus
+from gradsync.launching.job import Job, Target, choose_gpus
 from gradsync.launching.nodes import check_nodes, shared_endpoint
 from gradsync.launching.outcome import failure_text
 from gradsync.launching.output import REPORT_SECONDS, Notices, OutputForwarder
@@ -95,11 +95,11 @@ def run_command(
         )
 
     with contextlib.ExitStack() as stack:
-        endpoint, listener = None, None
+        server = None
         if nodes.nnodes > 1:
             words = "--rendezvous needs an address of the machine with --node-rank 0"
             shared = shared_endpoint(*nodes[2:], is_first=nodes.node_rank == 0, words=words)
-            endpoint, listener = stack.enter_context(shared)
+            server = stack.enter_context(shared)
             place = f"node {nodes.node_rank} of {nodes.nnodes}: {name_ranks(own_ranks)} of {world_size}"
             notices.print(f"gradsync: {place}; rendezvous at {join_address(nodes.host, nodes.port)}")
         job = Job(
@@ -107,8 +107,7 @@ def run_command(
             n_ranks,
             world_size=world_size,
             rank_start=rank_start,
-            endpoint=endpoint,
-            listener=listener,
+            shared=server,
             backend=backend,
             master_addr=nodes.host,
             gpus=devices,
@@ -132,17 +131,15 @@ def run_command(
 
 def _choose_ranks(nprocs: int | None, gpus: str | None, notices: Notices) -> tuple[int, tuple[str, ...] | None]:
     """Returns the number of ranks on this machine, and the GPU of each if `gpus` names them."""
-    devices = None if gpus is None else parse_gpus(gpus)
+    devices = None if gpus is None else choose_gpus(gpus, nprocs)
     n_ranks = nprocs or (default_process_count() if devices is None else len(devices))
     if devices is not None:
         if count_gpus() == 0:
             notices.print(f"gradsync: warning: no NVIDIA GPU is found here, so the ranks cannot use --gpus {gpus}")
-        devices = tuple(choose_gpus(devices, n_ranks, os.environ))
     elif nprocs is None and n_ranks > _MANY_RANKS:
         notices.print(f"gradsync: starting {n_ranks} ranks, one for each GPU or usable core; -n sets the number")
     if n_ranks > (cores := usable_cores()):
-        shared = _count(cores, "core")
-        notices.print(f"gradsync: {n_ranks} ranks share {shared}, so that they often wait for each other")
+        notices.print(f"gradsync: {n_ranks} ranks share {count(cores, 'core')}, so that they often wait for each other")
     return n_ranks, devices
 
 
@@ -162,13 +159,9 @@ def _tell_of_launchers_beside(notices: Notices, n_ranks: int) -> None:
         if outer is not None and outer.world_size > 1 and outer.rank == 0:
             notices.print(
                 f"gradsync: warning: this is one of {outer.world_size} launchers (by the variables of {outer.source}), "
-                f"and each starts {_count(n_ranks, 'rank')}, which will not meet those of the others: for one run pass "
+                f"and each starts {count(n_ranks, 'rank')}, which will not meet those of the others: for one run pass "
                 "--nnodes and --node-rank, or start the script itself instead of gradsync run"
             )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 # -- The program -------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def launch(
         first_line = f"worker[{root.rank}] failed with exitcode={root.exit_code}"
         error = calls.failure(outcome, f"{first_line}\n{outcome.describe_cause()}")
         raise calls.WorkerError(str(error), exitcode=root.exit_code, worker_id=root.rank, results=dict(error.results))
-    return calls.take_results(outcome, stacklevel=2)
+    return calls.take_results(outcome)
 
 
 # -- launcher ----------------------------------------------------------------------------------------------------------
@@ -195,6 +195,8 @@ def launcher(
 
         check_start_method("launcher", start_method)
 
+    host = "127.0.0.1" if master_ip == "localhost" else master_ip  # localhost may have several addresses
+
     def decorate(function: Callable[..., Any]) -> Callable[..., list[Any]]:
         if not callable(function):
             hint = f"; to use {function} ranks, write launcher(n_gpus={function})" if integer_of(function) else ""
@@ -202,13 +204,43 @@ def launcher(
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> list[Any]:
-            return _run_on_ranks(
-                *(function, args, kwargs, n_gpus or default_process_count(device_type), world_size, rank_start),
-                host="127.0.0.1" if master_ip == "localhost" else master_ip,  # localhost may have several addresses
-                port=port,
-                backend=_DEVICE_BACKENDS[device_type] if backend == "auto" else backend,
-                start_method=start_method,
-            )
+            from gradsync.launching import calls
+            from gradsync.launching.job import Job
+            from gradsync.launching.nodes import shared_endpoint
+            from gradsync.launching.supervisor import supervise
+
+            calls.warn_of_start_method("launcher", start_method)
+            count = n_gpus or default_process_count(device_type)
+            ranks = world_size or count
+            count = min(count, ranks - rank_start)
+            has_others = count < ranks
+            chosen = calls.own_backend("launcher", _DEVICE_BACKENDS[device_type] if backend == "auto" else backend)
+            call = functools.partial(call_in_group, _reference(function), chosen, has_others)
+            target = calls.call_target(call, args, kwargs, who="launcher", name=calls.function_name(function))
+            with contextlib.ExitStack() as stack:
+                server = None
+                if has_others:
+                    words = "launcher needs master_ip to be an address of the machine with rank_start 0"
+                    shared = shared_endpoint(host, port, _secret_for(host), is_first=rank_start == 0, words=words)
+                    server = stack.enter_context(shared)
+                outcome = supervise(
+                    Job(
+                        target,
+                        count,
+                        world_size=ranks,
+                        rank_start=rank_start,
+                        backend=chosen,
+                        master_addr=host,
+                        rendezvous_port=port,
+                        shared=server,
+                    )
+                )
+            calls.raise_for_signal(outcome)
+            if (root := outcome.root_cause) is not None:
+                others = "the other ranks ended normally" if root.is_unsendable else "all other ranks have ended"
+                is_alone = len(outcome.failed_alike) == len(outcome.ranks)
+                raise calls.failure(outcome, outcome.describe_cause() + ("" if is_alone else f"; {others}"))
+            return calls.take_results(outcome)
 
         setattr(run, _DECORATED, True)
         return run
@@ -234,67 +266,8 @@ def _check_node(n_gpus: int | None, world_size: int | None, rank_start: int, mas
         )
 
 
-def _run_on_ranks(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    count: int,
-    world_size: int | None,
-    rank_start: int,
-    *,
-    host: str,
-    port: int,
-    backend: str,
-    start_method: str | None,
-) -> list[Any]:
-    """Runs a function on the ranks of this node; see `launcher` for the results and errors."""
-    from gradsync.launching import calls
-    from gradsync.launching.job import Job
-    from gradsync.launching.nodes import shared_endpoint
-    from gradsync.launching.supervisor import supervise
-
-    calls.warn_of_start_method("launcher", start_method)
-    backend = calls.own_backend("launcher", backend)
-    world_size = world_size or count
-    count = min(count, world_size - rank_start)
-    has_others = count < world_size
-    call = functools.partial(call_in_group, _reference(function), backend, has_others)
-    target = calls.call_target(call, args, kwargs, who="launcher", name=calls.function_name(function))
-    with contextlib.ExitStack() as stack:
-        endpoint, listener = None, None
-        if has_others:
-            secret, words = (
-                _secret_for(host),
-                "launcher needs master_ip to be an address of the machine with rank_start 0",
-            )
-            shared = shared_endpoint(host, port, secret, is_first=rank_start == 0, words=words)
-            endpoint, listener = stack.enter_context(shared)
-        job = Job(
-            target,
-            count,
-            world_size=world_size,
-            rank_start=rank_start,
-            backend=backend,
-            master_addr=host,
-            rendezvous_port=port,
-            endpoint=endpoint,
-            listener=listener,
-        )
-        outcome = supervise(job)
-    calls.raise_for_signal(outcome)
-    if (root := outcome.root_cause) is not None:
-        others = "the other ranks ended normally" if root.is_unsendable else "all other ranks have ended"
-        is_alone = len(outcome.failed_alike) == len(outcome.ranks)
-        raise calls.failure(outcome, outcome.describe_cause() + ("" if is_alone else f"; {others}"))
-    return calls.take_results(outcome, stacklevel=3)
-
-
 def _secret_for(host: str) -> bytes | None:
-    """Returns the secret that the user has set for the launchers of several machines.
-
-    Raises:
-        AuthenticationError: there is none, and other machines can reach the server.
-    """
+    """Returns the secret that the user has set; None only where no other machine can reach the server."""
     from gradsync.environment import SECRET, SECRET_FILE, read_secret
 
     secret = read_secret()
@@ -432,24 +405,21 @@ def spawn(
         SystemExit: after SIGTERM or SIGHUP (only with `join`); the exit code is 128 + the signal's number.
     """
     from gradsync.launching import calls
-    from gradsync.launching.job import Job, choose_gpus, parse_gpus
+    from gradsync.launching.job import Job, choose_gpus
     from gradsync.launching.spawned import MultiprocessContext
 
-    given = _translate(options, stacklevel=2)
+    given = _translate(options)
     _check_ips(given.get("ips"))
     backend = calls.own_backend("spawn", given.get("backend", "auto"))
     if backend not in BACKENDS:
         raise InvalidArgument(f"spawn needs backend to be one of {', '.join(BACKENDS)}, got {backend!r}")
     gpus, method = given.get("gpus"), given.get("start_method")
-    if integer_of(nprocs) != -1:
-        count = check_integer("spawn", "nprocs", nprocs, 1)
-    elif gpus is not None:
-        count = len(parse_gpus(gpus))
-    else:
-        count = default_process_count("cpu" if backend == "shm" else "auto")
     if method is not None:
         calls.check_start_method("spawn", method)
-    devices = None if gpus is None else tuple(choose_gpus(gpus, count, os.environ))
+    count = None if integer_of(nprocs) == -1 else check_integer("spawn", "nprocs", nprocs, 1)
+    devices = None if gpus is None else choose_gpus(gpus, count)
+    if count is None:
+        count = default_process_count("cpu" if backend == "shm" else "auto") if devices is None else len(devices)
     port = check_port("spawn", "started_port", given.get("started_port", 0))
     calls.warn_of_start_method("spawn", method)
     job = Job(
@@ -471,14 +441,14 @@ def spawn(
     return MultiprocessContext(job, joins=join, daemon=daemon)
 
 
-def _translate(options: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
+def _translate(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options under their current names; leaves out options with the value None."""
     given = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
     for name, value in options.items():
         if name in _DEPRECATED:
             new_name, advice = _DEPRECATED[name]
             text = f"spawn: the option {name} is deprecated{advice}"
-            warnings.warn(text, DeprecationWarning, stacklevel=stacklevel + 1)
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
             if value is not None:
                 given.setdefault(new_name, value)
         elif name not in _OPTIONS:

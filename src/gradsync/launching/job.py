@@ -76,10 +76,9 @@ class Job:
         master_addr: the value of MASTER_ADDR in the ranks, for the user's own use.
         master_port: the value of MASTER_PORT in the ranks, for the user's own use; None or 0 chooses a free port, or
             the port next to the rendezvous server's if several launchers share it.
-        rendezvous_port: the port of the rendezvous server on 127.0.0.1, if `endpoint` is None; 0 chooses a free port.
-        endpoint: the address and secret of the rendezvous server, if the caller has chosen them, for example because
-            several launchers share the server. By default the supervisor hosts a server with a new secret.
-        listener: the bound socket at the endpoint's address, if the supervisor has to run the server there.
+        rendezvous_port: the port of the rendezvous server on 127.0.0.1, if `shared` is None; 0 chooses a free port.
+        shared: the address and secret of the rendezvous server that several launchers share, and its bound socket if
+            this launcher hosts it; see `shared_endpoint`. By default the supervisor hosts a server with a new secret.
         gpus: the value of CUDA_VISIBLE_DEVICES for each process; by default each process inherits this process's value.
         stdin_rank: the rank that gets this process's standard input, or None; the other ranks read /dev/null.
         grace_seconds: how many seconds the ranks have to end, after the launcher has asked them to end, before SIGKILL.
@@ -103,8 +102,7 @@ class Job:
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     rendezvous_port: int = 0
-    endpoint: Endpoint | None = None
-    listener: socket.socket | None = None
+    shared: tuple[Endpoint, socket.socket | None] | None = None
     gpus: tuple[str, ...] | None = None
     stdin_rank: int | None = 0
     grace_seconds: float = DEFAULT_GRACE_SECONDS
@@ -129,8 +127,8 @@ class Job:
             self.target = self.target._replace(wrapper=_split_wrapper(self.wrap))
         if self.world_size == 0:
             self.world_size = self.rank_start + self.n_ranks
-        if self.endpoint is not None and self.n_ranks < self.world_size:
-            host, port = parse_address(self.endpoint.address)
+        if self.shared is not None:
+            host, port = parse_address(self.shared[0].address)
             self.own_address = address_towards(host, port)
             self.master_port = self.master_port or port_beside(port)
 
@@ -151,14 +149,7 @@ def _split_wrapper(text: str) -> tuple[str, ...]:
 # -- Environment variables ---------------------------------------------------------------------------------------------
 
 
-def rank_environment(
-    job: Job,
-    local_rank: int,
-    endpoint: Endpoint,
-    master_port: int,
-    restart: int = 0,
-    environ: Mapping[str, str] = os.environ,
-) -> dict[str, str]:
+def rank_environment(job: Job, local_rank: int, endpoint: Endpoint, master_port: int, restart: int) -> dict[str, str]:
     """Returns a rank's environment variables: the variables inherited from this process, and the rank's own variables.
 
     Args:
@@ -167,13 +158,12 @@ def rank_environment(
         endpoint: the rendezvous server's address and secret.
         master_port: the value of MASTER_PORT.
         restart: the number of restarts before this start of the ranks.
-        environ: the environment variables of this process.
     """
     rank, world_size = str(job.rank_start + local_rank), str(job.world_size)
     # Ranks do not inherit these variables: a secret of this process belongs to a different run, and the variables of
     # mpiexec describe this process.
-    removed = job.removed_variables | {environment.SECRET, environment.SECRET_FILE} | variables_of_mpi(environ)
-    kept = {name: value for name, value in environ.items() if name not in removed}
+    removed = job.removed_variables | {environment.SECRET, environment.SECRET_FILE} | variables_of_mpi(os.environ)
+    kept = {name: value for name, value in os.environ.items() if name not in removed}
     own: dict[str, str] = {
         environment.ADDRESS: endpoint.address,
         environment.BACKEND: job.backend,
@@ -200,46 +190,34 @@ def rank_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    return kept | _added_variables(job, environ) | torchrun | dict(job.variables) | own
+    return kept | _added_variables(job) | torchrun | dict(job.variables) | own
 
 
-def log_added_variables(job: Job, environ: Mapping[str, str] = os.environ) -> None:
+def log_added_variables(job: Job) -> None:
     """Logs the variables (of NCCL, and for the number of threads) that the launcher sets and the user has not set."""
-    environment.configure_logging(environ)
-    names = " ".join(f"{name}={value}" for name, value in _added_variables(job, environ).items())
+    environment.configure_logging()
+    names = " ".join(f"{name}={value}" for name, value in _added_variables(job).items())
     if names:
         import logging  # imported here to keep the start short
 
         logging.getLogger("gradsync").info("variables that gradsync sets in the ranks, unless you set them: %s", names)
 
 
-def _added_variables(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
+def _added_variables(job: Job) -> dict[str, str]:
     """Returns the variables that a user may set, and has not set: threads, and NCCL's interface towards the server."""
-    added = blas_thread_variables(job.n_ranks, environ)
-    interface = None if job.own_address is None else interface_of(job.own_address)
-    if job.own_address is not None and interface is not None:
+    added = blas_thread_variables(job.n_ranks)
+    if job.own_address is not None and (interface := interface_of(job.own_address)) is not None:
         added["NCCL_SOCKET_IFNAME"] = f"={interface}"  # "=" asks for an exact match
         if ":" in job.own_address:
             added["NCCL_SOCKET_FAMILY"] = "AF_INET6"
-    return {name: value for name, value in added.items() if name not in environ}
+    return {name: value for name, value in added.items() if name not in os.environ}
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
 
-def parse_gpus(gpus: str | Sequence[int | str]) -> tuple[str, ...]:
-    """Parses a list of GPUs, such as "4,5", [4, 5] or "GPU-8932f937,MIG-GPU-8932f937/1/0".
-
-    Args:
-        gpus: UUIDs, MIG instances, or CUDA's numbers of the machine's GPUs (by PCI address if
-            CUDA_DEVICE_ORDER=PCI_BUS_ID).
-
-    Returns:
-        The GPUs, in the syntax of CUDA_VISIBLE_DEVICES.
-
-    Raises:
-        InvalidArgument: the list is empty, an entry does not name a GPU, or a GPU is named twice.
-    """
+def _parse_gpus(gpus: str | Sequence[int | str]) -> list[str]:
+    """Returns the GPUs of a list such as "4,5" or [4, 5], in the syntax of CUDA_VISIBLE_DEVICES."""
     if not isinstance(gpus, str | Sequence) or isinstance(gpus, bytes):
         raise InvalidArgument(f'gpus needs to be text such as "0,1" or a list of GPUs, got {gpus!r}')
     names: list[str] = []
@@ -256,17 +234,19 @@ def parse_gpus(gpus: str | Sequence[int | str]) -> tuple[str, ...]:
         names.append(name)
     if not names:
         raise InvalidArgument("gpus needs at least one GPU, got none")
-    return tuple(names)
+    return names
 
 
-def choose_gpus(gpus: str | Sequence[int | str], n_ranks: int, environ: Mapping[str, str]) -> list[str]:
+def choose_gpus(gpus: str | Sequence[int | str], n_ranks: int | None) -> tuple[str, ...]:
     """Returns the GPU of each rank of this machine.
 
+    If CUDA_VISIBLE_DEVICES is set, each GPU must be in it. If GRADSYNC_ALLOW_SHARED_GPU is set, ranks share GPUs where
+    there are fewer GPUs than ranks.
+
     Args:
-        gpus: the GPUs, in the order of the ranks; see `parse_gpus`.
-        n_ranks: the number of ranks.
-        environ: the environment variables of this process. If CUDA_VISIBLE_DEVICES is set, each GPU must be in it. If
-            GRADSYNC_ALLOW_SHARED_GPU is set, ranks share GPUs where there are fewer GPUs than ranks.
+        gpus: the GPUs, in the order of the ranks, such as "4,5", [4, 5] or "GPU-8932f937,MIG-GPU-8932f937/1/0": UUIDs,
+            MIG instances, or CUDA's numbers of the machine's GPUs (by PCI address if CUDA_DEVICE_ORDER=PCI_BUS_ID).
+        n_ranks: the number of ranks; None means one for each GPU.
 
     Returns:
         The value of CUDA_VISIBLE_DEVICES for each rank, in the order of the ranks.
@@ -276,20 +256,21 @@ def choose_gpus(gpus: str | Sequence[int | str], n_ranks: int, environ: Mapping[
             not name a GPU, or names a GPU that an earlier entry names, that does not exist, or that this process may
             not use.
     """
-    names = parse_gpus(gpus)
-    if len(names) > n_ranks or (len(names) < n_ranks and not ALLOW_SHARED_GPU.read(environ)):
+    names = _parse_gpus(gpus)
+    n_ranks = n_ranks or len(names)
+    if len(names) > n_ranks or (len(names) < n_ranks and not ALLOW_SHARED_GPU.read()):
         raise InvalidArgument(
             f"gpus needs one GPU for each of {n_ranks} ranks, got {len(names)}: {','.join(names)}; "
             f"name {n_ranks} GPUs or start {len(names)} ranks"
         )
     for name in names:
-        _check_visible(name, environ)
-    return [names[rank % len(names)] for rank in range(n_ranks)]
+        _check_visible(name)
+    return tuple(names[rank % len(names)] for rank in range(n_ranks))
 
 
-def _check_visible(name: str, environ: Mapping[str, str]) -> None:
+def _check_visible(name: str) -> None:
     """Raises InvalidArgument for a GPU that does not exist, or that this process may not use."""
-    visible = visible_gpus(environ)
+    visible = visible_gpus(os.environ)
     if visible is None:
         present = count_gpus({})
         if name.isdigit() and 0 < present <= int(name):
@@ -298,7 +279,7 @@ def _check_visible(name: str, environ: Mapping[str, str]) -> None:
     if not any(_is_same(name, entry) for entry in visible):
         raise InvalidArgument(
             f"gpus names GPU {name}, which is not in this process's CUDA_VISIBLE_DEVICES="
-            f"{environ['CUDA_VISIBLE_DEVICES']}; name only GPUs from this variable, or unset it"
+            f"{os.environ['CUDA_VISIBLE_DEVICES']}; name only GPUs from this variable, or unset it"
         )
 
 

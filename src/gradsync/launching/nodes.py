@@ -14,10 +14,11 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS, is_loopback, join_address, parse_address
+from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS, check_address, is_loopback, join_address, parse_address
 from gradsync.environment import (
     HOW_TO_MAKE_A_SECRET_FILE,
     SECRET_FILE,
+    log_warning,
     parse_secret,
     read_secret,
     read_secret_option,
@@ -68,10 +69,7 @@ def check_nodes(
             f"--nnodes {nnodes} needs --rendezvous HOST:PORT, the same on every machine: an address of the machine "
             "with --node-rank 0, and a port that is free there"
         )
-    try:
-        host, port = parse_address(rendezvous)
-    except InvalidArgument as error:
-        raise InvalidArgument(f"--rendezvous: {error}") from None
+    host, port = parse_address(check_address(rendezvous, "--rendezvous"))
     if host in ("0.0.0.0", "::"):
         raise InvalidArgument(
             f"--rendezvous needs an address of the machine with --node-rank 0, by which the others reach it, got {host}"
@@ -114,9 +112,11 @@ def shared_endpoint(
     with listener:
         address, chosen = listener.getsockname()[:2]
         if port == 0:
-            _warn(f"gradsync: this launcher hosts the rendezvous: pass port={chosen} to those of the other machines")
+            log_warning(
+                f"gradsync: this launcher hosts the rendezvous: pass port={chosen} to those of the other machines"
+            )
         if is_loopback(address) and not is_loopback(host):  # /etc/hosts of Debian and Docker
-            _warn(
+            log_warning(
                 f"gradsync: warning: on this machine {host!r} has the address {address}, which no other machine can "
                 f"reach; {words}, by which the others reach it"
             )
@@ -142,7 +142,7 @@ def _find_secret(host: str, port: int) -> bytes:
     """Returns the secret that the first launcher has put into a file; waits until it has come."""
     address = join_address(host, port)
     path, deadline = secret_path(address), time.monotonic() + DEFAULT_TIMEOUT_SECONDS
-    while wait_for(path, None, deadline, lambda: _warn(f"gradsync: waiting for the launcher at {address}")):
+    while wait_for(path, None, deadline, lambda: log_warning(f"gradsync: waiting for the launcher at {address}")):
         with contextlib.suppress(OSError), open(path) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -154,9 +154,3 @@ def _find_secret(host: str, port: int) -> bytes:
         "rank_start 0 on this machine, with the same port",
         missing_ranks=(0,),
     )
-
-
-def _warn(text: str) -> None:
-    import logging  # imported here to keep the start short
-
-    logging.getLogger("gradsync").warning(text)

@@ -97,9 +97,9 @@ class OutputForwarder:
         stderr: TextIO | None,
         *,
         prefix: bool,
-        log_dir: str | None = None,
-        restart: int = 0,
-        ranks_elsewhere: Container[int] = (),
+        log_dir: str | None,
+        restart: int,
+        ranks_elsewhere: Container[int],
     ) -> None:
         if log_dir is not None:
             _prepare_logs(log_dir, restart, ranks_elsewhere)
@@ -110,13 +110,7 @@ class OutputForwarder:
         self._kept: dict[int, _Kept] = {}
 
     def add(self, rank: int, stdout_fd: int, stderr_fd: int) -> None:
-        """Adds the pipes of a rank's output; this object closes their read ends.
-
-        Args:
-            rank: the rank; a rank that is started again is added again.
-            stdout_fd: the read end of the pipe for the rank's stdout.
-            stderr_fd: the read end of the pipe for the rank's stderr.
-        """
+        """Adds the read ends of a rank's pipes, which this object closes; again for a rank that is started again."""
         log = None if self._log_dir is None else os.path.join(self._log_dir, f"rank-{rank}{self._log_end}")
         kept = self._kept[rank] = _Kept(log, self._screens[0].warn)
         self._screens[0].add(_Stream(rank, stdout_fd, kept))
@@ -362,12 +356,7 @@ def _flat(text: bytes) -> bytes:
 
 
 def _lines_of(text: bytes, shown: bytes | None = None) -> list[bytes]:
-    """Returns lines as a terminal shows them in the end; leaves out bars that were erased.
-
-    Args:
-        text: one or more lines.
-        shown: the state of the first line that is shown already, if it is a bar.
-    """
+    """Returns lines as a terminal shows them in the end; leaves out bars that were erased, and the state `shown`."""
     lines = []
     for line in text.removesuffix(b"\n").split(b"\n") if text else ():
         line = line.rstrip(b"\r")
@@ -401,11 +390,7 @@ def _descriptor_of(stream: TextIO | None) -> int:
 
 
 def _prepare_logs(directory: str, restart: int, ranks_elsewhere: Container[int]) -> None:
-    """Makes the folder for the logs of a run; the first start removes the logs of an earlier run, and no other file.
-
-    Raises:
-        InvalidArgument: the folder cannot be made, cleared, or written to.
-    """
+    """Makes the folder for the logs of a run; the first start removes the logs of an earlier run, and no other file."""
     try:
         os.makedirs(directory, exist_ok=True)
         for entry in list(os.scandir(directory)) if restart == 0 else ():

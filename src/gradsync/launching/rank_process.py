@@ -98,9 +98,6 @@ def interpreter() -> str:
 class RankProcess:
     """The process of a rank, as the launcher controls it.
 
-    Args:
-        rank: the number of the rank.
-
     Attributes:
         rank: the number of the rank.
         outcome: the rank's process id, report and exit code, once they are known.
@@ -146,7 +143,9 @@ class RankProcess:
             try:
                 descriptors = self._open(theirs, record.program)
                 numbers = ",".join(map(str, (self.rank, *descriptors)))
-                with _interrupts_blocked():
+                # The rank inherits the mask, and unblocks SIGINT once it can handle this signal.
+                mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                try:
                     self._process = subprocess.Popen(
                         [*self._command_line, *flags, "-c", _SHIM, numbers, *target.command_line],
                         env=environ,
@@ -157,6 +156,8 @@ class RankProcess:
                         # In a new session the guard gets no Ctrl-C from the terminal.
                         start_new_session=True,
                     )
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 self.sentinel = open_process(self._process.pid)
             except BaseException:
                 self._close()
@@ -282,13 +283,3 @@ class RankProcess:
                 if descriptor >= 0:
                     os.close(descriptor)
             self.report = self.status = self.sentinel = self._command = self._result = -1
-
-
-@contextlib.contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Blocks SIGINT; a rank that starts meanwhile has SIGINT blocked too, until the rank can handle this signal."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -131,12 +131,8 @@ def no_other_fork() -> Iterator[None]:
         yield
 
 
-def _before_fork() -> None:
-    _fork_lock.acquire()
-
-
 def _after_fork_in_parent() -> None:
-    with contextlib.suppress(RuntimeError):  # a signal's handler has raised while _before_fork waited
+    with contextlib.suppress(RuntimeError):  # a signal's handler has raised while the fork waited for it
         _fork_lock.release()
 
 
@@ -155,7 +151,9 @@ def _after_fork_in_child() -> None:
 # Reentrant, because a signal handler may fork while its thread holds this lock.
 _fork_lock = threading.RLock()
 _entered: list[SignalInbox] = []
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+os.register_at_fork(
+    before=lambda: _fork_lock.acquire(), after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)
 
 
 def _occupy_standard_descriptors() -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from gradsync.environment import check_variables
-from gradsync.errors import BackendUnavailable
+from gradsync.errors import BackendUnavailable, count
 from gradsync.launching.in_rank.guard import WARNING
 from gradsync.launching.job import Job, log_added_variables, rank_environment
 from gradsync.launching.outcome import OomWatch, Outcome, failure_text
@@ -61,20 +61,15 @@ _GIVE_UP = 0  # in place of a signal: abandon the ranks that still run
 #: A function that returns the object that shows the output of one start of the ranks. The function's argument is the
 #: number of restarts.
 MakeOutput = Callable[[int], "OutputForwarder"]
+_SILENT = Notices(None)
 
 
-def supervise(
-    job: Job,
-    *,
-    make_output: MakeOutput | None = None,
-    notices: Notices | None = None,
-) -> Outcome:
+def supervise(job: Job, *, make_output: MakeOutput | None = None, notices: Notices = _SILENT) -> Outcome:
     """Runs a job until all its ranks have ended; restarts all ranks after a failure, as often as the job allows.
 
-    The function hosts the rendezvous server of the run, unless the job has an endpoint without a listener. If the main
-    thread calls the function, SIGINT, SIGTERM and SIGHUP end the job. The function forwards the first of these signals
-    to the ranks, or kills the ranks if they have already been asked to end. Outcome.signal_number is the number of this
-    signal.
+    The function hosts the rendezvous server of the run, unless another launcher hosts it. If the main thread calls the
+    function, SIGINT, SIGTERM and SIGHUP end the job. The function forwards the first of these signals to the ranks, or
+    kills the ranks if they have already been asked to end. Outcome.signal_number is the number of this signal.
 
     Args:
         job: the job.
@@ -88,7 +83,6 @@ def supervise(
     Raises:
         BackendUnavailable, InvalidArgument, RendezvousError: see `Supervisor.start`.
     """
-    notices = notices or Notices(None)
     with SignalInbox() as signals:
         restart = 0
         while True:
@@ -156,14 +150,14 @@ class Supervisor:
         signals: SignalInbox,
         *,
         make_output: MakeOutput | None = None,
-        notices: Notices | None = None,
+        notices: Notices = _SILENT,
         restart: int = 0,
         on_change: Callable[[RankProcess], None] | None = None,
     ) -> None:
         self._job = job
         self._signals = signals
         self._make_output = make_output
-        self._notices = notices or Notices(None)
+        self._notices = notices
         self._restart = restart
         self._on_change = on_change
         self._stack = contextlib.ExitStack()
@@ -200,12 +194,13 @@ class Supervisor:
         if not os.path.exists("/proc/self/stat"):
             raise BackendUnavailable("starting ranks needs /proc, which is not there: mount -t proc proc /proc")
         raise_limit(_FILES_OF_A_RANK * job.n_ranks)
-        endpoint, listener = job.endpoint, job.listener
         try:
-            # The server's socket is bound now, so that ranks can start before the server does.
-            if endpoint is None:
+            if job.shared is not None:
+                endpoint, listener = job.shared
+            else:
+                # The server's socket is bound now, so that ranks can start before the server does. Ranks of an earlier
+                # start cannot join, because they do not know this secret.
                 listener = self._stack.enter_context(bind_listener("127.0.0.1", job.rendezvous_port))
-                # Ranks of an earlier start cannot join, because they do not know this secret.
                 endpoint = Endpoint(format_address(listener), os.urandom(32))
             self._endpoint = endpoint
             self._port = job.master_port or self._stack.enter_context(reserve_port()).getsockname()[1]
@@ -441,7 +436,9 @@ class Supervisor:
                 self._ending.plan((0.0, number), (half, signal.SIGTERM), (half, signal.SIGKILL))
                 if self._running:
                     them = "it" if len(self._running) == 1 else "them"
-                    self._notices.print(f"gradsync: stopping {_count(len(self._running))} (Ctrl-C again kills {them})")
+                    self._notices.print(
+                        f"gradsync: stopping {count(len(self._running), 'rank')} (Ctrl-C again kills {them})"
+                    )
             else:
                 self._ending.plan((0.0, number), (grace_seconds, signal.SIGKILL))
         elif number == signal.SIGINT:
@@ -471,16 +468,12 @@ class Supervisor:
         were_asked, self._ending.has_begun = self._ending.has_begun, True
         if number == signal.SIGKILL:
             why = ", which did not end when asked" if were_asked else ""
-            self._notices.print(f"gradsync: killing {_count(len(self._running))}{why}")
+            self._notices.print(f"gradsync: killing {count(len(self._running), 'rank')}{why}")
         self._send(number)
 
     def _send(self, number: int) -> None:
         for rank in self._running.values():
             rank.send_signal(number)
-
-
-def _count(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def _refusal(rank: int, error: OSError) -> str:

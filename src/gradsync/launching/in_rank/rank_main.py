@@ -52,19 +52,11 @@ _CONSEQUENCES = (
     "RendezvousTimeout",
 )
 
-_importing_main = False
-_runs_function = False
+#: Whether this rank is importing the launching script again, to find a function in it.
+is_importing_main = False
+#: Whether this rank runs a function (`launch`, `spawn` or `launcher`), not a script or module.
+runs_function = False
 _keep: list[Any] = []
-
-
-def is_importing_main() -> bool:
-    """Returns whether this rank is importing the launching script again, to find a function in it."""
-    return _importing_main
-
-
-def runs_function() -> bool:
-    """Returns whether this rank runs a function (`launch`, `spawn` or `launcher`), not a script or module."""
-    return _runs_function
 
 
 def main() -> NoReturn:
@@ -79,7 +71,7 @@ def main() -> NoReturn:
 
 
 def _run(rank: int, start: dict[str, Any], reporter: Reporter) -> NoReturn:
-    global _runs_function
+    global runs_function
     process_id = os.getpid()
     try:
         _set_interrupts("UNBLOCK")  # blocked by the launcher: no SIGINT was to come before this `try` block
@@ -89,9 +81,9 @@ def _run(rank: int, start: dict[str, Any], reporter: Reporter) -> NoReturn:
             from gradsync.rendezvous import connection
 
             connection.on_failure = lambda error: _report_failure_of_world(reporter, error)
-        _runs_function = start["kind"] == "function"
+        runs_function = start["kind"] == "function"
         result = _RUNNERS[start["kind"]](start)
-        if _runs_function and os.getpid() == process_id and reporter.claim():
+        if runs_function and os.getpid() == process_id and reporter.claim():
             reporter.send_result(result)
     except SystemExit as error:
         if error.code not in (None, 0):
@@ -206,7 +198,7 @@ def _load_call(start: dict[str, Any]) -> Any:
     The rank's environment variables were set before its interpreter started, so modules that this function imports see
     these variables.
     """
-    global _importing_main
+    global is_importing_main
     import pickle
     from multiprocessing import process, resource_tracker, spawn
 
@@ -215,7 +207,7 @@ def _load_call(start: dict[str, Any]) -> Any:
     _keep.append(sys.modules["__main__"])
     current: Any = process.current_process()
     # With these flags, multiprocessing and gradsync refuse to start processes from a script without the __main__ guard.
-    current._inheriting = _importing_main = True
+    current._inheriting = is_importing_main = True
     try:
         spawn.prepare(pickle.loads(start["preparation"]))
         return pickle.loads(start["call"])
@@ -227,7 +219,7 @@ def _load_call(start: dict[str, Any]) -> Any:
         raise InvalidArgument(f"{error}; {HOW_TO_DEFINE}") from None
     finally:
         del current._inheriting
-        _importing_main = False
+        is_importing_main = False
 
 
 _RUNNERS: dict[str, Callable[[dict[str, Any]], Any]] = {
