@@ -22,7 +22,7 @@ SCRIPT = """
     if what == "show":
         names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE NCCL_SOCKET_IFNAME MASTER_ADDR"
         shown = [os.environ.get(name) for name in (*names.split(), "MASTER_PORT", "GRADSYNC_ADDRESS")]
-        os.write(1, (" ".join(map(str, shown)) + "\n").encode())  # in one piece: all ranks write
+        os.write(1, (" ".join(map(str, shown)) + "\\n").encode())  # in one piece: all ranks write
     comm.barrier()
     if what == "busy":
         if who and comm.rank == int(who):
