@@ -144,6 +144,8 @@ class Receiving:
         assert aside.header is not None
         self.match(aside.header, label)
         self._aside, self._work = aside, aside._work
+        if self._work.is_done and self._error is None:  # a rank's own: at once, as nobody may wait for this receive
+            self._finish()
 
     def start(self, work: Work) -> None:
         """Sets what receives the bytes."""
@@ -315,6 +317,7 @@ class TaggedMessages:
     def await_header(self, receiving: Receiving) -> None:
         """Waits for the next header from the rank of a receive."""
         if receiving.source == self._rank:
+            self._from(self._rank).posted.remove(receiving)  # else it would swallow the next message
             raise InvalidArgument(
                 f"{self._label}: this rank waits for a message from itself that it has not sent: it would wait for ever"
             )
