@@ -140,7 +140,8 @@ def _meet(mpi: Any, comm: Any, label: str, deadline: float) -> list[str]:
         host = _LOOPBACK if len(set(machines)) == 1 else _host_for(label, [row.split(" ")[1:] for row in rows])
         server, secret = _hosted(host)
         server.make_room_for(len(rows))
-        name = f"{(comm.Get_name() or 'mpi')[:_NAME_CHARACTERS]}-{secrets.token_hex(4)}"
+        named = " ".join(comm.Get_name().split())[:_NAME_CHARACTERS]  # in one line, as the answers are lines
+        name = f"{named or 'mpi'}-{secrets.token_hex(4)}"
         count = Counter(machines)
         return [f"{server.address}\n{secret.hex()}\n{name}\n{count[machine]}" for machine in machines]
 

@@ -416,7 +416,8 @@ class Comm(_Shaped):
     mpi4py has and this class has not, raises AttributeError with what to use.
 
     Messages with tags: from one rank to another they match by tag, in the order of the calls. Send returns when the
-    other rank has the message, as Ssend does. They are not mixed with messages of the gradsync communicator itself.
+    other rank has the message, as Ssend does. Between two ranks, let messages of the gradsync communicator itself end
+    first: they share one channel, and a mixture raises PlanMismatch.
 
     Args:
         communicator: the gradsync communicator; None: this is MPI.COMM_NULL.
@@ -502,7 +503,7 @@ class Comm(_Shaped):
         self.communicator.abort(reason)
         sys.stdout.flush()
         print(f"{self.communicator.label}: {reason}", file=sys.stderr, flush=True)
-        os._exit(errorcode or 1)
+        os._exit(errorcode & 0xFF or 1)  # the system keeps the lowest byte, and that of 256 says success
 
     # -- Buffers -------------------------------------------------------------------------------------------------
 
@@ -535,6 +536,7 @@ class Comm(_Shaped):
             data = np.empty(0, np.uint8)
         elif isinstance(data, np.generic):
             data = np.asarray(data)
+            data.flags.writeable = False  # a copy: what came into it would be lost
         elif not any(hasattr(data, name) for name in ("dtype", "__dlpack__", "__cuda_array_interface__")):
             try:
                 data = np.asarray(memoryview(data))

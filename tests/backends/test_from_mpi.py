@@ -124,6 +124,17 @@ def test_neither_s_end_is_the_other_s(comm):
 
 
 @pytest.mark.ranks(2, on=("mpi",))
+def test_the_name_of_a_communicator_may_have_several_lines(comm):
+    from mpi4py import MPI
+
+    theirs = MPI.COMM_WORLD.Dup()
+    theirs.Set_name("two\nlines")
+    with gs.from_mpi(theirs, "shm") as ours:
+        assert "two lines-" in ours.label
+    theirs.Free()
+
+
+@pytest.mark.ranks(2, on=("mpi",))
 def test_many_come_and_go_and_leave_nothing(comm):
     from mpi4py import MPI
 

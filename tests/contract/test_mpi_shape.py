@@ -644,3 +644,31 @@ def test_random_calls_are_those_of_mpi4py(comm):
         arguments = name, seed, draw.randrange(n), draw.choice([0, 1, 5, 1000]), draw.choice(["SUM", "MIN", "MAX"])
         assert call(ours, MPI, *arguments) == call(theirs, THEIRS, *arguments), arguments
     theirs.Free()
+
+
+@pytest.mark.ranks(1, on=("local",))
+def test_what_a_rank_sends_itself_is_not_lost(comm):
+    face, first, second = wrap(comm), np.zeros(2), np.zeros(2)
+    with pytest.raises(gs.InvalidArgument, match="for ever"):
+        face.Recv(first, 0, 7)
+    face.Send(np.full(2, 1.0), 0, 7)  # not for the receive that was refused
+    face.Recv(second, 0, 7)
+    assert (first.tolist(), second.tolist()) == ([0, 0], [1, 1])
+    request = face.Irecv(first, 0, 8)
+    face.Send(np.full(2, 3.0), 0, 8)
+    request.Free()
+    assert first.tolist() == [3, 3]
+
+
+@pytest.mark.ranks(1, on=("local",))
+def test_a_scalar_receives_nothing(comm):
+    with pytest.raises(gs.InvalidArgument, match="read-only"):
+        wrap(comm).Allreduce(np.float64(1), np.float64(0))
+    wrap(comm).Allreduce(np.float64(1), out := np.zeros(1))
+    assert out.tolist() == [1]
+
+
+@pytest.mark.parametrize("code", [256, 0])
+def test_abort_is_never_a_success(cli, script, code):
+    path = script(f"from gradsync.mpi import MPI; MPI.COMM_WORLD.Abort({code})")
+    assert cli("run", "-n", "1", path).code == 1

@@ -6,7 +6,9 @@ The fixture `cli` looks after each test whether any process is left, whatever se
 import contextlib
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -365,3 +367,34 @@ def test_a_rank_may_end_before_its_guard_is_ready(cli, script, tmp_path):
     done = cli.python(path, environment={"PYTHONPATH": str(tmp_path / "first")})
     assert done.code == 0, done.err
     wait_until(lambda: not is_running(int(done.out)))
+
+
+def test_a_process_of_another_user_does_not_save_the_others(script):
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("needs root, which gives up its right to end processes of others, and setpriv")
+    path = script("""
+        import subprocess, sys, time
+        theirs = subprocess.Popen(["setpriv", "--reuid=65534", "--clear-groups", "sleep", "60"])
+        time.sleep(0.3)  # until it is another user's
+        ours = subprocess.Popen(["sleep", "60"])
+        print(theirs.pid, ours.pid)
+    """)
+    command = [
+        "setpriv",
+        "--bounding-set=-kill",
+        sys.executable,
+        "-m",
+        "gradsync",
+        "run",
+        "-n",
+        "1",
+        "--no-prefix",
+        path,
+    ]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    theirs, ours = map(int, out.split())
+    try:
+        assert is_running(theirs)
+        assert not is_running(ours)
+    finally:
+        os.kill(theirs, signal.SIGKILL)

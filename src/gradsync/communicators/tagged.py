@@ -146,6 +146,8 @@ class Receiving:
         assert aside.header is not None
         self.match(aside.header, label)
         self._aside, self.work = aside, aside.work
+        if self.work.is_done and self.error is None:  # a rank's own: at once, as nobody may wait for this receive
+            self._finish()
 
     @property
     def is_known(self) -> bool:
@@ -159,9 +161,7 @@ class Receiving:
         self.work.order("Recv")
         if self.error is not None:
             raise again(self.error)
-        if self._aside is not None:
-            self.tagged.copy(self._aside.data, self.data)
-            self._aside = None
+        self._finish()
         assert self.header is not None
         return self.header
 
@@ -170,6 +170,11 @@ class Receiving:
         if not self.is_known:
             self.tagged.move_on(self)
         return self.is_known and self.work.done()
+
+    def _finish(self) -> None:
+        if self._aside is not None:
+            self.tagged.copy(self._aside.data, self.data)
+            self._aside = None
 
 
 class _FromRank:
@@ -303,6 +308,7 @@ class TaggedMessages:
     def await_header(self, receiving: Receiving) -> None:
         """Waits for the next header from the rank of a receive."""
         if receiving.source == self._rank:
+            self._sources[self._rank].posted.remove(receiving)  # else it would swallow the next message
             raise InvalidArgument(
                 f"{self._label}: this rank waits for a message from itself that it has not sent: it would wait for ever"
             )

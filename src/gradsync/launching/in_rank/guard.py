@@ -201,7 +201,8 @@ class _Guard:
                 if now < cleaned_up_by and _cleans_up(child):
                     deadline = now + _SWEEP_SECONDS
                 else:
-                    os.kill(child, signal.SIGKILL)  # a child that is not reaped: no other process has its id
+                    with contextlib.suppress(PermissionError):  # one of another user, e.g. by sudo: the others go on
+                        os.kill(child, signal.SIGKILL)  # a child that is not reaped: no other process has its id
             signal.sigtimedwait({signal.SIGCHLD}, _SWEEP_WAIT_SECONDS)
         if has_children:
             self._tell(GAVE_UP)
