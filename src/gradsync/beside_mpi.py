@@ -221,20 +221,26 @@ def _current_device(backend: str) -> str | None:
 def _end() -> None:
     """Ends all communicators of this module: before MPI is finalised, or at exit."""
     error = uncaught_error()
-    for communicator, client in _open:
-        if error is not None:
-            communicator.abort(describe(error), culprit=culprit_of(error))
-            if client is not None:
-                client.report_failure(describe(error), culprit=culprit_of(error))
-        else:
-            communicator.end_messages(_LEAVING_SECONDS)
-        with contextlib.suppress(*([] if error is None else [GradsyncError])):  # raises only the first error
-            communicator.close_tree()
-    _open.clear()
-    for server, _ in _servers.values():
-        server.wait_until_empty(0.0 if error is not None else _LEAVING_SECONDS)
-        server.stop()
-    _servers.clear()
+    with contextlib.ExitStack() as stack:  # does all, whatever one of them raises; the last one first
+        for server, _ in _servers.values():
+            stack.callback(server.stop)
+            stack.callback(server.wait_until_empty, 0.0 if error is not None else _LEAVING_SECONDS)
+        for communicator, client in _open:
+            stack.callback(_close, communicator, client, error)
+        _open.clear()
+        _servers.clear()
+
+
+def _close(communicator: Communicator, client: RendezvousClient | None, error: BaseException | None) -> None:
+    if error is None:
+        communicator.end_messages(_LEAVING_SECONDS)
+        communicator.close_tree()
+        return
+    communicator.abort(describe(error), culprit=culprit_of(error))
+    if client is not None:
+        client.report_failure(describe(error), culprit=culprit_of(error))
+    with contextlib.suppress(GradsyncError):  # the first error is the one to tell
+        communicator.close_tree()
 
 
 def _forget_after_fork() -> None:

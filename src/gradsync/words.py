@@ -130,11 +130,15 @@ FOREIGN: dict[str, dict[str, str]] = {
         "--node_rank": "--node-rank",
         "--master_addr": "--rendezvous HOST:PORT",
         "--master-addr": "--rendezvous HOST:PORT",
+        "--master_port": "--rendezvous HOST:PORT",
+        "--master-port": "--rendezvous HOST:PORT",
+        "--max_restarts": "--max-restarts",
+        "--log_dir": "--log-dir",
         "--rdzv_endpoint": "--rendezvous HOST:PORT",
         "--rdzv-endpoint": "--rendezvous HOST:PORT",
         "--hosts": "--nnodes, and start one gradsync run on each machine",
         "--hostfile": "--nnodes, and start one gradsync run on each machine",
-        "--standalone": "nothing: without --nnodes all ranks are on this machine",
+        "--standalone": "no option for it: without --nnodes all ranks are on this machine",
     },
 }
 
