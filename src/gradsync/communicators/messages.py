@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from gradsync.communicators.backend import Backend, Message
-from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, describe
+from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, RankFailed, describe
 from gradsync.futures import Work, again, refuse_wait_in_callback
 
 if TYPE_CHECKING:
@@ -85,7 +85,12 @@ class Messages:
             left = self._left()
             if left and backend.client is not None:  # else who only looks would look for ever
                 backend.client.check()
-                backend.raise_if_ended([message.peer for message in left])
+                try:
+                    backend.raise_if_ended([message.peer for message in left])
+                except RankFailed:
+                    self.start()  # the other rank may have ended these messages, and then closed
+                    if left := self._left():
+                        backend.raise_if_ended([message.peer for message in left])
         return True
 
     def wait_for_all(self, seconds: float | None = None) -> None:
