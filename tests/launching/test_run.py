@@ -87,7 +87,7 @@ def test_a_module_and_a_folder_run_as_python_runs_them(cli, script, tmp_path):
 
 @pytest.mark.parametrize("kind", ["zipapp", "pyc"])
 def test_whatever_python_runs_runs(kind, cli, script, tmp_path):
-    source = script("import sys\nprint(__name__, sys.argv[1:])")
+    source = script("import os, sys; os.write(1, f'{__name__} {sys.argv[1:]}\\n'.encode())")  # in one piece
     if kind == "zipapp":
         (tmp_path / "app").mkdir()
         shutil.copy(source, tmp_path / "app" / "__main__.py")
