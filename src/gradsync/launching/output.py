@@ -59,21 +59,20 @@ class Notices:
             text: the lines.
             wait_seconds: how long to wait for a blocked terminal before print() drops the lines; None means no limit.
         """
+        if self._stream is None:
+            return
         with contextlib.suppress(OSError, ValueError):  # the stream has no reader
-            if self._stream is not None and (wait_seconds is None or _takes_text(self._stream, wait_seconds)):
-                self._stream.write(f"{text}\n")
+            try:
+                descriptor = self._stream.fileno()
+            except (OSError, ValueError):
+                print(text, file=self._stream, flush=True)
+                return
+            poll = select.poll()
+            poll.register(descriptor, select.POLLOUT)
+            if wait_seconds is None or poll.poll(wait_seconds * 1000.0):
                 self._stream.flush()
-
-
-def _takes_text(stream: TextIO, wait_seconds: float) -> bool:
-    """Returns whether the stream accepts text without blocking; a stream without a descriptor never blocks."""
-    try:
-        descriptor = stream.fileno()
-    except (OSError, ValueError):
-        return True
-    poll = select.poll()
-    poll.register(descriptor, select.POLLOUT)
-    return bool(poll.poll(wait_seconds * 1000.0))
+                # Past the stream's buffer: what is left there without a reader would make the exit code 120.
+                _write_all(descriptor, f"{text}\n".encode(self._stream.encoding or "utf-8", "backslashreplace"))
 
 
 class OutputForwarder:
