@@ -28,14 +28,13 @@ from gradsync.communicators.mpi import job
 from gradsync.environment import ALLOW_SHARED_GPU, COLLECTIVE_TIMEOUT_SECONDS
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, describe, uncaught_error
 from gradsync.launchers import FROM_MPI, RankEnvironment, WorldSettings, read_environment
-from gradsync.machine import address_towards, count_gpus, machine_identity, own_addresses
+from gradsync.machine import address_for_others, count_gpus, machine_identity, own_addresses
 from gradsync.rendezvous.client import RendezvousClient
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
 
 _LOOPBACK = "127.0.0.1"
-_ANY_PORT = 9  # no data is sent to this port
 _MOST_ADDRESSES = 8
 _NAME_CHARACTERS = 40
 _LEAVING_SECONDS = 5.0  # how long a rank waits at exit for its messages, and one that hosts a server for the others
@@ -165,9 +164,8 @@ def _hosted(host: str) -> tuple[RendezvousServer, bytes]:
 def _host_for(label: str, addresses: list[list[str]]) -> str:
     """Returns the address from which this machine, that of rank 0, sends to the others."""
     mine = addresses[0]
-    for other in dict.fromkeys([address for theirs in addresses[1:] for address in theirs if theirs != mine]):
-        if other not in mine and (address := address_towards(other, _ANY_PORT)) in mine:
-            return address
+    if (address := address_for_others(mine, [each for theirs in addresses for each in theirs])) is not None:
+        return address
     raise BackendUnavailable(
         f"{label}: from_mpi: this machine ({', '.join(mine) or 'no address'}) has no route to the other machines"
     )

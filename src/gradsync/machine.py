@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from gradsync.errors import BackendUnavailable, InvalidArgument
@@ -30,6 +30,7 @@ BLAS_VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
+_ANY_PORT = 9  # no data is sent to this port
 _CHECK_EVERY_SECONDS = 0.02
 # Source: netdevice(7) on SIOCGIFCONF. _IFREQ_BYTES is the size of struct ifreq on 64-bit Linux.
 _SIOCGIFCONF, _IFREQ_BYTES, _MOST_ADDRESSES = 0x8912, 40, 1000
@@ -418,6 +419,19 @@ def address_towards(host: str, port: int) -> str | None:
             return str(probe.getsockname()[0])
     except (OSError, ValueError):  # no address or no route, or an invalid name
         return None
+
+
+def address_for_others(mine: Sequence[str], others: Iterable[str]) -> str | None:
+    """Returns the one of this machine's addresses from which it sends to another machine; None if there is no route.
+
+    Args:
+        mine: the addresses of this machine.
+        others: those of the machines of a job; this one's may be among them.
+    """
+    for other in dict.fromkeys(others):
+        if other not in mine and (address := address_towards(other, _ANY_PORT)) in mine:
+            return address
+    return None
 
 
 def own_addresses() -> list[str]:

@@ -30,7 +30,7 @@ from gradsync.errors import (
     RendezvousTimeout,
 )
 from gradsync.launchers import SLURM, SOURCES_WITH_MPI, RankEnvironment
-from gradsync.machine import address_towards, own_addresses
+from gradsync.machine import address_for_others, own_addresses
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.connection import NO_ANSWER, WrongServer
 from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path, wait_for
@@ -407,10 +407,8 @@ def _own_host(own: RankEnvironment, share: Share, deadline: float) -> str:
     mine = own_addresses()[:_MAX_SHARED_ADDRESSES]
     rows = share(" ".join(mine).encode(), deadline)
     others = [address for row in rows for address in row.decode(errors="replace").split()]
-    for other in dict.fromkeys(others):
-        address = address_towards(other, _ANY_PORT)
-        if other not in mine and address in mine:
-            return address
+    if (address := address_for_others(mine, others)) is not None:
+        return address
     raise BackendUnavailable(
         f"rank {own.rank}/{own.world_size}: this machine ({', '.join(mine) or 'no address'}) has no route to any "
         f"other machine of the job ({', '.join(dict.fromkeys(others)) or 'no addresses'}); on every rank pass "
