@@ -21,6 +21,7 @@ def shard_indices(
     *,
     shuffle: bool = True,
     uneven: str = "pad",
+    shards: int | None = None,
     communicator: Communicator | None = None,
 ) -> npt.NDArray[np.int64]:
     """Returns the indices of this rank's samples in an epoch, without communication; init_process_group() is optional.
@@ -29,14 +30,25 @@ def shard_indices(
     world_size and so on. Together the ranks have every sample, except with uneven="drop". The order depends only on
     `n`, `seed`, `epoch` and `shuffle`: it is the same for any number of ranks and any version of NumPy.
 
+    With shards=48 they are dealt to 48 shards, however many ranks there are, and the shards to the ranks. A loop that
+    takes one sample of each shard in a step has the same samples in each step on any number of ranks:
+
+        for batch in gs.shard_indices(n, epoch, shards=48, uneven="drop").reshape(n // 48, -1): ...
+
+    If ranks die or come back in the middle of an epoch, call it again, and go on in the step in which the last world
+    stopped (see examples/survive.py).
+
     Args:
         n: the number of samples in the data set. There may be fewer samples than ranks.
         epoch: the number of the epoch, 0 or more. With `shuffle`, each epoch has its own order.
         seed: the training's seed, 0 or more; the same on all ranks.
         shuffle: whether to shuffle the samples. False keeps the order of the data set.
-        uneven: the rule for an `n` that is not a multiple of the number of ranks. "pad" repeats samples from the
-            beginning of the order, "drop" leaves out the last samples, and "keep" gives the first ranks one sample more
-            (see examples/uneven_batches.py).
+        uneven: the rule for an `n` that is not a multiple of the number of shards, which without `shards` is the number
+            of ranks. "pad" repeats samples from the beginning of the order, "drop" leaves out the last samples, and
+            "keep" gives the first shards one sample more (see examples/uneven_batches.py).
+        shards: a fixed number of shards, at least as many as ranks; rank r has the shards r, r + world_size and so on.
+            If it is no multiple of the number of ranks, the first ranks have one shard more: pass weight=len(batch) to
+            backward(). None makes one shard for each rank.
         communicator: the communicator of the ranks. None means the world communicator; before
             init_process_group(), None means a world of one rank.
 
@@ -45,7 +57,7 @@ def shard_indices(
 
     Raises:
         InvalidArgument: a number is not an integer of at least 0, `n` is too large, `uneven` is not one of its three
-            values, or `communicator` is not a communicator.
+            values, there are fewer shards than ranks, or `communicator` is not a communicator.
 
     Source: torch.utils.data.DistributedSampler divides the samples in the same way.
     """
@@ -56,12 +68,16 @@ def shard_indices(
     if uneven not in _UNEVEN:
         raise InvalidArgument(f"shard_indices needs uneven to be one of {', '.join(_UNEVEN)}, got {uneven!r}")
     rank, world_size = _place(communicator)
+    if shards is None:
+        shards = world_size
+    else:
+        shards = check_integer(f"shard_indices on {world_size} ranks", "shards", shards, world_size, _MAX_SAMPLES)
     order = _shuffled(n, epoch, seed) if shuffle else np.arange(n, dtype=np.int64)
     if uneven == "pad":
-        order = np.resize(order, -(-n // world_size) * world_size)
+        order = np.resize(order, -(-n // shards) * shards)
     elif uneven == "drop":
-        order = order[: n // world_size * world_size]
-    mine: npt.NDArray[np.int64] = order[rank::world_size].copy()  # the whole order need not stay in memory
+        order = order[: n // shards * shards]
+    mine: npt.NDArray[np.int64] = order[np.arange(len(order)) % shards % world_size == rank]
     return mine
 
 

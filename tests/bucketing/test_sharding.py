@@ -52,6 +52,38 @@ def test_every_sample_is_dealt_out(run_on_ranks, ranks):
     run()
 
 
+def dealt(comm, n, shards, uneven):
+    mine = gs.shard_indices(n, 3, shards=shards, uneven=uneven)
+    return mine.tolist(), len(range(comm.rank, shards, comm.world_size))
+
+
+@pytest.mark.parametrize(("n", "shards"), [(96, 8), (100, 8), (5, 8), (0, 4), (37, 3), (50, 48)])
+@pytest.mark.parametrize("uneven", ["keep", "drop", "pad"])
+def test_a_step_has_the_same_samples_on_any_number_of_ranks(run_on_ranks, n, shards, uneven):
+    """Each rank takes one sample of each of its shards in a step; here a step on 3 ranks may follow one on 2."""
+    steps_by_ranks = []
+    for ranks in (1, 2, 3):
+        by_rank = run_on_ranks(ranks, dealt, n, shards, uneven)
+        count = max(-(-len(mine) // each) for mine, each in by_rank)
+        steps_by_ranks.append(
+            [sorted(chain(*(mine[each * step :][:each] for mine, each in by_rank))) for step in range(count)]
+        )
+    one_process = steps_by_ranks[0]
+    assert steps_by_ranks == [one_process] * 3
+    assert {len(step) for step in one_process[:-1]} <= {shards}
+    if uneven == "keep":
+        assert sorted(chain(*one_process)) == list(range(n))
+
+
+@pytest.mark.ranks(3)
+def test_shards_are_dealt_in_turn(comm):
+    mine = gs.shard_indices(16, shuffle=False, shards=8).tolist()
+    assert mine == [[0, 3, 6, 8, 11, 14], [1, 4, 7, 9, 12, 15], [2, 5, 10, 13]][comm.rank]
+    assert gs.shard_indices(16, shards=3).tolist() == gs.shard_indices(16).tolist()
+    with pytest.raises(gs.InvalidArgument, match="shard_indices on 3 ranks needs shards to be an integer from 3 .*2$"):
+        gs.shard_indices(16, shards=2)
+
+
 @pytest.mark.ranks(3)
 def test_padding_repeats_the_order_from_its_beginning(comm):
     assert gs.shard_indices(1, shuffle=False).tolist() == [0]
@@ -81,6 +113,7 @@ def test_the_order_is_the_same_in_every_version_and_another_in_each_epoch():
         ((4, -1), {}),
         ((4, 0, "x"), {}),
         ((4,), {"uneven": "wrap"}),
+        *[((4,), {"shards": shards}) for shards in (0, 8.0, True, 2**63)],
         ((4,), {"communicator": 3}),
     ],
 )
