@@ -3,9 +3,6 @@
 Each gives what one process computes.
 """
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -231,22 +228,3 @@ def test_a_halo_exchange_with_open_ends(comm, way):
     parts = arrays.put(np.zeros((8 * n, 3)))
     face.Allgather(rod[1:-1], parts)
     np.testing.assert_allclose(arrays.get(parts), whole[1:-1], rtol=1e-12)
-
-
-BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "mpi4py.md").read_text(), re.DOTALL)
-
-
-@pytest.mark.parametrize("number", [i for i, block in enumerate(BLOCKS) if "from mpi4py" not in block])
-def test_the_programs_of_the_page_run(cli, tmp_path, number):
-    program = tmp_path / "program.py"
-    program.write_text(BLOCKS[number])
-    for launcher in ("-m", "gradsync", "run", "-n", "2"), ():
-        done = cli.python(*launcher, str(program))
-        assert done.code == 0, done.err
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("number", [i for i, block in enumerate(BLOCKS) if "from mpi4py" in block])
-@pytest.mark.ranks(on={"mpi": (2,)}, fresh=True)
-def test_the_programs_with_mpi4py_run(comm, number):
-    exec(BLOCKS[number], {"__name__": "program"})

@@ -1,0 +1,102 @@
+"""The pages: their programs run, their commands print what they show, and what they name is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from functools import reduce
+from pathlib import Path
+
+import pytest
+
+import gradsync as gs
+from gradsync import cli as command_line
+from gradsync import environment
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")]
+TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(PAGES) if path.name != "CHANGELOG.md"}
+EXAMPLES = {path.read_text() for path in (ROOT / "examples").rglob("*.py")}  # their own tests run them
+
+
+def blocks(language):
+    """Yields each block of code of the pages as a parameter, with the line that it begins at."""
+    for page, text in TEXTS.items():
+        for found in re.finditer(rf"```{language}\n(.*?)```", text, flags=re.DOTALL):
+            line = text[: found.start()].count("\n") + 2
+            mark = [pytest.mark.mpi] if "mpi4py import" in found[1] or "mpiexec" in found[1] else []
+            yield pytest.param(found[1], id=f"{page}:{line}", marks=mark)
+
+
+PROGRAMS = [
+    block
+    for block in blocks("python")
+    if block.values[0] not in EXAMPLES and re.search(r"^(import|from) gradsync", block.values[0], re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_runs(cli, script, program):
+    """On two ranks, with no word of complaint."""
+    path = script(program)
+    if "from mpi4py" in program:
+        done = cli.program(Path(sys.executable).with_name("mpiexec"), "-n", 2, sys.executable, path)
+    elif "__main__" in program and "gs.launcher" in program:  # it starts ranks by itself
+        done = cli.python(path)
+    else:
+        done = cli("run", "-n", 2, path)
+    assert (done.code, done.err) == (0, "")
+
+
+SHOWN = [block for block in blocks("console") if len(block.values[0].splitlines()) > 1 == block.values[0].count("$ ")]
+MASKS = [
+    (r"\bpid \d+", "pid N"),
+    (r"\bon [\w.-]+\) (?=failed|was)", "on HOST) "),
+    (r"\b\d+(\.\d+)?(e-?\d+)? ?(us|ms|s)\b", "T"),
+    (r"\brank \d(?=\] gradsync: |, T a step)", "rank R"),  # the one that ended last; the one that was late
+    (r"(a step): .*|last to \d+ of \d+", r"\1 ..."),
+    (r"(src/\S+\.py):\d+", r"\1:N"),
+]
+
+
+def masked(line, *folders):
+    for pattern, mask in [*((re.escape(f"{folder}/"), "") for folder in folders), *MASKS]:
+        line = re.sub(pattern, mask, line)
+    return line
+
+
+@pytest.mark.parametrize("block", SHOWN)
+def test_a_command_prints_what_is_shown(cli, tmp_path, block):
+    """Each line that is shown is printed; times, and what else differs from run to run, are masked."""
+    for name in ("examples", "src"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    command, *shown = block.splitlines()
+    words = shlex.split(command.removeprefix("$ "))
+    variables = {}
+    while "=" in words[0]:
+        name, _, variables[name] = words.pop(0).partition("=")
+    program = {"gradsync": [sys.executable, "-m", "gradsync"], "python": [sys.executable]}.get(words[0])
+    program = program or [Path(sys.executable).with_name(words[0])]
+    words = [sys.executable if word == "python" else word for word in words[1:]]
+    done = cli.program(*program, *words, cwd=tmp_path, environment=variables)
+    printed = {masked(line, tmp_path, ROOT) for line in (done.out + done.err).splitlines()}
+    assert [line for line in shown if masked(line) not in printed] == [], done.out + done.err
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_what_a_page_names_is_there(page):
+    """Public names, options of the command, variables, targets of make."""
+    text = TEXTS[page]
+    for name in set(re.findall(r"\bgs\.([A-Za-z_]+(?:\.[A-Za-z_]+)*)", text)) - {"WORLD"}:  # which is there in a group
+        reduce(getattr, name.split("."), gs)
+    sync = gs.AllreduceCallback(name="pages")
+    assert set(re.findall(r"\bsync\.([a-z_]+)", text)) - set(dir(sync)) == set()
+    for command, words in re.findall(r"\bgradsync (run|serve|doctor)\b([^`\n#]*)", text):
+        known = {word for option in command_line.main.commands[command].params for word in option.opts}
+        given = {word.partition("=")[0] for word in words.partition(".py")[0].split() if re.match("--[a-z]", word)}
+        assert given - known - {"--help"} == set(), command
+    variables = set(re.findall(r"\bGRADSYNC_[A-Z_]+[A-Z]\b", text))
+    assert variables - set(environment.VARIABLES) == set()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert set(re.findall(r"(?:`|^\$ )make ([a-z][a-z-]*)", text, re.MULTILINE)) - targets == set()
