@@ -137,22 +137,27 @@ class Adam:
             self.parameters[name] -= self.rate * corrected[0] / (np.sqrt(corrected[1]) + 1e-8)
 
 
+def batches(rng):
+    """Yields batches of text, without end; each row is CONTEXT letters of Python's documentation, and the next one."""
+    numbers = {letter: number for number, letter in enumerate(LETTERS)}
+    tokens = np.array([numbers[letter] for letter in "".join(topics.values()) if letter in numbers])
+    while True:
+        begins = rng.integers(0, len(tokens) - CONTEXT, (BATCH, 1))
+        yield tokens[begins + np.arange(CONTEXT + 1)]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=150)
     steps = parser.parse_args().steps
-    text = "".join(topics.values())
-    numbers = {letter: number for number, letter in enumerate(LETTERS)}
-    tokens = np.array([numbers[letter] for letter in text if letter in numbers])
 
     with gs.init_process_group() as comm:
         rng = np.random.default_rng(comm.rank)  # each rank reads other parts of the text
         parameters = make_parameters(rng)
         gs.bcast_list_(list(parameters.values()), root=0)
         sync, optimizer = gs.AllreduceCallback("mean", clip_norm=1.0), Adam(parameters, rate=3e-3)
-        for step in range(steps + 1):
-            begins = rng.integers(0, len(tokens) - CONTEXT, (BATCH, 1))
-            loss, backward = forward(parameters, tokens[begins + np.arange(CONTEXT + 1)])
+        for step, batch in zip(range(steps + 1), batches(rng), strict=False):
+            loss, backward = forward(parameters, batch)
             with sync.backward():
                 for name, gradient in backward():
                     sync(name, gradient)

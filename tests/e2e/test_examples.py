@@ -88,17 +88,36 @@ def test_uneven_batches_make_the_steps_of_one_process(comm, orders):
     np.testing.assert_allclose(history, in_one_process(uneven_batches(comm.world_size, orders)), rtol=1e-12)
 
 
-def accumulated(ranks, steps):
-    sources = [np.random.default_rng(rank) for rank in range(ranks)]
-    for _ in range(steps):
-        drawn = [source.normal(size=(64, 3)) for source in sources for _ in range(4)]
-        yield np.hstack([np.concatenate(drawn), np.ones((ranks * 4 * 64, 1))])
+@pytest.mark.ranks(2, 3, fresh=True)
+def test_sharded_adam_has_the_bits_of_adam_on_every_rank(comm, tmp_path):
+    """And one rank alone goes on from what several have saved."""
+    sys.path[:0] = [str(EXAMPLES)]
+    from sharded_adam import Adam, ShardedAdam, batches, forward, make_parameters, train
 
+    whole = Adam(make_parameters(np.random.default_rng(0)), 1e-3)
+    sync = gs.AllreduceCallback("mean", comm)
+    for _, batch in zip(range(7), batches(np.random.default_rng(comm.rank)), strict=False):
+        _, backward = forward(whole.parameters, batch)
+        with sync.backward():
+            for name, gradient in backward():
+                sync(name, gradient)
+        whole.step(sync.results())
 
-@pytest.mark.ranks(2)
-def test_gradient_accumulation_makes_the_steps_of_one_process(comm):
-    history = runpy.run_path(str(EXAMPLES / "gradient_accumulation.py"))["train"](comm, 30)
-    np.testing.assert_allclose(history, in_one_process(accumulated(2, 30)), rtol=1e-12)
+    sharded = ShardedAdam(comm, make_parameters(np.random.default_rng(0)), 1e-3)
+    train(comm, sharded, 7)
+    sharded.save(tmp_path / "state.npz")
+    comm.barrier()
+    with comm.split(comm.rank) as alone:
+        resumed = ShardedAdam(alone, make_parameters(np.random.default_rng(1)), 1e-3)
+        resumed.load(tmp_path / "state.npz")
+        kept = {kind: resumed.by_name(part) for kind, part in resumed.parts().items()}
+    assert resumed.adam.steps == 7
+    for name, value in whole.parameters.items():
+        assert sharded.parameters[name].tobytes() == value.tobytes(), name
+        assert kept["parameters"][name].tobytes() == value.tobytes(), name
+        assert [kept[kind][name].tobytes() for kind in ("first", "second")] == [
+            m.tobytes() for m in whole.moments[name]
+        ]
 
 
 @pytest.fixture
@@ -182,13 +201,6 @@ def test_collectives(run):
     assert {name: json.loads(values) for name, values in lines} == wanted
 
 
-def test_gradient_accumulation_reduces_once_a_step(run):
-    history = in_one_process(accumulated(2, 100))
-    steps = {step: history[step - 1].round(3) for step in (1, 10, 100)}
-    wanted = [f"step {step}: weights {model[:3]}, bias {model[3:]}" for step, model in steps.items()]
-    assert run(2, "gradient_accumulation.py").splitlines() == ["100 all-reduces for 400 small batches", *wanted]
-
-
 def test_mixed_precision_skips_the_same_steps_on_all_ranks(run):
     assert run(2, "loss_scaling.py").endswith("weights [1. 2. 3.], 7 of 200 steps skipped\n")
 
@@ -202,8 +214,9 @@ def losses_in(shown):
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", shown)]
 
 
-def test_the_transformer_learns_to_write(run):
-    losses = losses_in(run(2, "transformer.py", "--steps", 25))
+@pytest.mark.parametrize("words", [("transformer.py", "--steps", 25), ("sharded_adam.py",)])
+def test_the_transformer_learns_to_write(run, words):
+    losses = losses_in(run(2, *words))
     assert losses[0] > 4.4  # a guess among 96 letters
     assert losses[-1] < 3.0
 
@@ -227,11 +240,6 @@ def test_a_resumed_training_ends_with_the_bits_of_an_uninterrupted_one(cli, tmp_
     assert resumed.err.count("starting all ranks again") == 1
     assert resumed.out == whole.out  # every epoch once: those before the failure are not trained again
     assert found == expected
-
-
-def test_a_traced_step(cli, tmp_path):
-    done = cli("run", "-n", 2, "--no-prefix", "--trace", tmp_path / "traced", EXAMPLES / "traced_step.py")
-    assert (done.code, len(done.err.splitlines())) == (0, 4)
 
 
 def test_thresholds_of_own_gradients_end_with_advice(run, tmp_path):
@@ -270,8 +278,7 @@ def test_advice_on_thresholds(milliseconds, words):
     ("ranks", "name", "line"),
     [
         (2, "tutorial/many_ranks.py", "step 100: weights [1. 2. 3.], bias [4.]"),
-        (2, "gradients_in_buckets.py", "weights [1. 2. 3.], bias [4.]"),
-        (2, "drifting_ranks.py", "  rank 1: float64[10] with digest 88cc092b5290846a"),
+        (2, "failures/drifts.py", "  rank 1: float64[10] with digest 88cc092b5290846a"),
     ],
 )
 def test_small_ones(run, ranks, name, line):
@@ -290,6 +297,12 @@ def test_small_ones(run, ranks, name, line):
 def test_failures_are_reported(cli, name, environment, code, word):
     done = cli("run", "-n", 2 + (name == "dies.py"), EXAMPLES / "failures" / name, environment=environment)
     assert (done.code, word in done.err + done.out) == (code, True), done
+
+
+def test_a_trace_tells_who_was_waited_for(cli, tmp_path):
+    done = cli("run", "-n", 2, "--no-prefix", "--trace", tmp_path / "traced", EXAMPLES / "failures" / "straggles.py")
+    assert (done.code, len(done.err.splitlines())) == (0, 4)
+    assert "most waited for: rank 1" in done.err
 
 
 # -- Loops of other libraries ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Three training steps for `gradsync run --trace`, see docs/debugging.md."""
+"""A rank computes more, and the other waits: gradsync run -n 2 --trace traced examples/failures/straggles.py"""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Rank 1 changes a parameter that the other ranks do not change: check_consistency names it on all ranks."""
+"""A parameter that differs on rank 1, which check_consistency names: gradsync run -n 2 examples/failures/drifts.py"""
 
 import numpy as np
 
