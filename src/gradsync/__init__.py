@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.3.0"
 
 
 def _read_homes() -> dict[str, str]:

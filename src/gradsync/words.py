@@ -95,6 +95,7 @@ FOREIGN: dict[str, dict[str, str]] = {
         "barrier": "gs.get_communicator().barrier()",
         "DistributedDataParallel": "gs.AllreduceCallback and a hook of each parameter (examples/torch_loop.py)",
         "DistributedOptimizer": "gs.AllreduceCallback",
+        "ZeroRedundancyOptimizer": "examples/sharded_adam.py, on reduce_scatter and all_gather",
         "DistributedSampler": "gs.shard_indices(len(data), epoch)",
         "broadcast_parameters": "gs.bcast_list_(parameters), or gs.broadcast_tree(tree)",
         "clip_grad_norm_": 'gs.AllreduceCallback("mean", clip_norm=1.0)',

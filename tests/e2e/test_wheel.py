@@ -21,7 +21,7 @@ import gradsync as gs
 
 ROOT = Path(__file__).parents[2]
 # Only maintainers need these files of the repository.
-NOT_RELEASED = re.compile(r"\.gitignore|\.ci/.*|Makefile|tests/.*|benchmarks/.*")
+NOT_RELEASED = re.compile(r"\.gitignore|\.ci/.*|\.github/.*|Makefile|tests/.*|benchmarks/.*")
 # What only setuptools makes.
 MADE = re.compile(r"PKG-INFO|setup\.cfg|src/gradsync\.egg-info/.*")
 
