@@ -51,6 +51,7 @@ from gradsync.process_group import is_distributed as is_distributed
 from gradsync.process_group import is_initialized as is_initialized
 from gradsync.process_group import new_group as new_group
 from gradsync.process_group import override_backend as override_backend
+from gradsync.process_group import rebuild as rebuild
 from gradsync.process_group import synchronized as synchronized
 from gradsync.reduction import ReduceOp as ReduceOp
 from gradsync.sharding import shard_indices as shard_indices

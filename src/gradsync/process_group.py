@@ -21,6 +21,7 @@ from gradsync.arguments import (
     DEFAULT_COLLECTIVE_TIMEOUT_SECONDS,
     DEFAULT_TIMEOUT_SECONDS,
     check_integer,
+    check_seconds,
     is_number,
 )
 from gradsync.backend_choice import (
@@ -32,7 +33,8 @@ from gradsync.backend_choice import (
     reporting,
 )
 from gradsync.backends import TABLE, unknown_backend
-from gradsync.bucketing import take_forgotten
+from gradsync.bucketing import begin_anew, take_forgotten
+from gradsync.communicators.agreement import digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.groups import NonMember
 from gradsync.communicators.lifetime import culprit_of
@@ -55,10 +57,12 @@ from gradsync.environment import (
     warn_of_unknown_variables,
 )
 from gradsync.errors import (
+    BackendUnavailable,
     CommunicatorClosed,
     GradsyncError,
     InvalidArgument,
     PlanMismatch,
+    RankFailed,
     RendezvousTimeout,
     describe,
     forget_earlier_error,
@@ -74,6 +78,7 @@ from gradsync.launchers import (
     no_rank_is_known,
     read_environment,
 )
+from gradsync.machine import machine_identity
 from gradsync.words import refuse_keywords
 
 if TYPE_CHECKING:  # not imported at run time: a world of one rank does not need it, and should start fast
@@ -90,6 +95,7 @@ _rendezvous: JoinedRendezvous | None = (
     None  # kept for the next init_process_group(): another rank may be the first to call it
 )
 _settings: WorldSettings | None = None
+_launched: tuple[str, WorldSettings] | None = None  # the backend that was asked for, and the settings before a rebuild
 _siblings: dict[str, Communicator] = {}  # the world's communicators over other backends, by backend
 
 Arguments = ParamSpec("Arguments")
@@ -146,7 +152,7 @@ def init_process_group(
         AuthenticationError, RendezvousTimeout, RendezvousError, RankFailed: the ranks could not join.
         NcclError, MpiError, CollectiveTimeout: the ranks could not connect over NCCL or MPI.
     """
-    global _settings
+    global _launched
     if removed:
         from inspect import signature  # imported here: only errors need it
 
@@ -177,19 +183,86 @@ def init_process_group(
     )
     trace.begin(place.rank, place.world_size)
     wanted = choose_before_joining(backend, settings)
+    _launched = wanted, settings
     if wanted == "local":
-        communicator = connect(wanted, None, settings, "world")
-    else:
+        return _begin_world(connect(wanted, None, settings, "world"), settings)
+    try:
+        return _connect_world("init_process_group", _join(settings, wanted), 0)
+    except BaseException:
+        _leave()
+        raise
+
+
+def rebuild(*, min_ranks: int | None = None, timeout_seconds: float = 30.0) -> Communicator:
+    """Makes a new world of the ranks that are left, and of those that wait to join: training goes on without the dead.
+
+        while step < steps:
+            try:
+                gs.broadcast_tree(state, root=comm.most_advanced)  # in the first world from rank 0
+                train(state)  # until the end, or until a rank dies
+            except gs.RankFailed:
+                comm = gs.rebuild()
+
+    After RankFailed (or CollectiveTimeout) every rank that is left must call it. At the edge of a step all ranks may
+    call it, to take in ranks that were started again: those wait in init_process_group() until then. It returns as soon
+    as all have come. A rank that was stopped (SIGSTOP), or did not come to a collective, is out: nobody waits for it.
+
+    The ranks keep their order, and get new numbers without gaps; `comm.member` is a rank's number at launch. Callbacks
+    with group=None begin anew, as in a new process: hooks that have a method reset() are reset. Groups and the old
+    communicator cannot be used any more.
+
+    Nothing is restored. A rank may have completed one step more than another one; `comm.most_advanced` has. So
+    broadcast from it all that a step changes, the number of the step included, and update after the backward pass. On a
+    GPU wait() for the step's futures before the update: result() orders the update behind the all-reduce, and does not
+    notice a rank that dies meanwhile.
+
+    Args:
+        min_ranks: how many ranks are needed at least; it waits for ranks that are started again. None: one; or half of
+            the last world where it spanned several machines, so that only one part of a cut network goes on.
+        timeout_seconds: how long it waits for the other ranks, and then for the connection.
+
+    Returns:
+        The new world's communicator; gs.get_communicator() returns it too.
+
+    Raises:
+        InvalidArgument: there is no process group, or an argument is wrong, or this is a block of override_backend.
+        BackendUnavailable: the world runs over MPI, which cannot go on without a rank.
+        RendezvousTimeout: a rank that is left did not call it in time, or too few came; the text names them.
+        RendezvousError: the server is gone, or the others have gone on without this rank.
+        NcclError, CollectiveTimeout, BackendUnavailable: the ranks could not connect, see init_process_group.
+    """
+    global _client
+    world = get_initial_world()
+    if world is None or _launched is None:
+        raise InvalidArgument("rebuild: the process group is not initialised: call gs.init_process_group() first")
+    label, (_, settings) = f"{world.label}: rebuild", _launched
+    least = 0 if min_ranks is None else check_integer(label, "min_ranks", min_ranks, 1, settings.place.world_size)
+    check_seconds(label, "timeout_seconds", timeout_seconds)
+    if overriding_backend() is not None:
+        raise InvalidArgument(f"{label} within `with gs.override_backend(...)`: call it outside of the block")
+    if "mpi" in (world.backend, *_siblings):
+        raise BackendUnavailable(
+            f"{label}: MPI ends the whole job when a rank dies, and cannot make a world without it: use "
+            'backend="shm" or "nccl", or start again from a checkpoint'
+        )
+    steps = sum(each.completed_steps for each in (world, *_siblings.values()))
+    if _client is None:
+        if world.closed and world.world_size > 1:  # a forked child
+            raise CommunicatorClosed(f"{label}: {world.ended_because}")
+        _replace_world(world)
+        return _begin_world(connect("local", None, settings, "world"), settings, steps=steps)
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        left = max(deadline - time.monotonic(), 0.1)
         try:
-            client = _join(settings, wanted)
-            communicator = agree_and_connect("init_process_group", client, wanted, settings, "world")
-        except BaseException:
-            _leave()
-            raise
-    communicator.on_exit = _destroy_because_of
-    _settings = settings
-    set_world(communicator)
-    return communicator
+            client = _rejoin(_client, settings, least, left, timeout_seconds)
+            _replace_world(world)
+            last, _client = _client, client
+            last.abandon()
+            return _connect_world("rebuild", client, steps)
+        except RankFailed:  # in the midst of it: once more, without that rank
+            if time.monotonic() >= deadline:
+                raise
 
 
 def destroy_process_group() -> None:
@@ -202,10 +275,10 @@ def destroy_process_group() -> None:
         InvalidArgument: some gradients were never reduced, because the program did not end the backward pass with
             flush() or `with callback.backward()`, and no exception is on its way. This rank has left the process group.
     """
-    global _settings
+    global _settings, _launched
     communicator = get_initial_world()
     set_world(None)
-    _settings = None
+    _settings = _launched = None
     _siblings.clear()
     try:
         if communicator is not None:
@@ -214,7 +287,7 @@ def destroy_process_group() -> None:
     finally:
         _leave()
         if communicator is not None:
-            trace.end(communicator.rank, communicator.world_size)
+            trace.end()
     forgotten = take_forgotten()
     if forgotten and sys.exc_info()[1] is None:  # an exception on its way explains why gradients were not reduced
         raise InvalidArgument(forgotten[0])
@@ -451,7 +524,80 @@ def _join(settings: WorldSettings, wanted: str) -> RendezvousClient:
         share = share_over_mpi(place)
     _client, _rendezvous = join(place, settings.address, settings.timeout_seconds, _rendezvous, share=share)
     _client.describe_with(failures.positions, failures.status_report)
+    if _rendezvous.server is None and place.address is None and settings.address is None:
+        _client.explain_loss("rank 0 hosted it: start `gradsync serve`, or use gradsync run, to survive rank 0's death")
     return _client
+
+
+def _rejoin(
+    last: RendezvousClient, settings: WorldSettings, min_ranks: int, timeout_seconds: float, shown_seconds: float
+) -> RendezvousClient:
+    """Joins the world that replaces the one of the client `last`."""
+    from gradsync.communicators import failures
+    from gradsync.rendezvous.client import RendezvousClient
+
+    assert _rendezvous is not None
+    client = RendezvousClient.connect(
+        last.address,
+        secret=_rendezvous.endpoint.secret,
+        rank=settings.place.rank,
+        world_size=settings.place.world_size,
+        timeout_seconds=timeout_seconds,
+        shown_seconds=shown_seconds,
+        last=last,
+        min_ranks=min_ranks,
+    )
+    client.describe_with(failures.positions, failures.status_report)
+    return client
+
+
+def _replace_world(world: Communicator) -> None:
+    """Ends the world's communicators: gs.rebuild() makes a new one."""
+    world.on_exit = None
+    world.replace_tree()
+    _siblings.clear()
+    begin_anew()
+
+
+def _connect_world(where: str, client: RendezvousClient, steps: int) -> Communicator:
+    """Connects the ranks that have joined, and makes the world's communicator.
+
+    Args:
+        where: the public function, in reports.
+        client: the client of the ranks that have joined.
+        steps: how many steps this rank has completed.
+    """
+    assert _launched is not None
+    (wanted, settings), most_advanced = _launched, 0
+    member = settings.place.rank
+    if client.numbers is not None:  # the world was rebuilt, perhaps when this rank joined
+        with reporting(where, client):
+            settings, progress = _compare(client, settings, steps)
+        steps = max(progress)
+        most_advanced = progress.index(steps)
+    communicator = agree_and_connect(where, client, wanted, settings, "world")
+    return _begin_world(communicator, settings, member, most_advanced, steps)
+
+
+def _compare(client: RendezvousClient, settings: WorldSettings, steps: int) -> tuple[WorldSettings, list[int]]:
+    """Returns the settings of a rebuilt world, and how many steps each rank has completed."""
+    machine = digest_of("machine", machine_identity() or os.uname().nodename)
+    mine = f"{steps} {machine}".encode()
+    rows = [row.split() for row in client.exchange("rebuilt", mine, timeout_seconds=settings.timeout_seconds)]
+    here = [row[1] for row in rows].count(rows[client.rank][1])
+    place = settings.place._replace(rank=client.rank, world_size=client.world_size, local_world_size=here)
+    return settings._replace(place=place), [int(row[0]) for row in rows]
+
+
+def _begin_world(
+    communicator: Communicator, settings: WorldSettings, member: int = 0, most_advanced: int = 0, steps: int = 0
+) -> Communicator:
+    global _settings
+    communicator.member, communicator.most_advanced, communicator.completed_steps = member, most_advanced, steps
+    communicator.on_exit = _destroy_because_of
+    _settings = settings
+    set_world(communicator)
+    return communicator
 
 
 def _destroy_because_of(error: BaseException | None) -> None:

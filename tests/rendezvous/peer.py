@@ -76,10 +76,18 @@ def challenge(version: int = VERSION) -> bytes:
 
 
 def joining(
-    rank: int = 0, size: int = 1, *, world: str = "", machine: str = "machine", pid: int = 0, seconds: float = 60.0
+    rank: int = 0,
+    size: int = 1,
+    *,
+    world: str = "",
+    last: int | None = None,
+    min_ranks: int = 0,
+    machine: str = "machine",
+    pid: int = 0,
+    seconds: float = 60.0,
 ) -> tuple[Any, ...]:
     """The fields of a JOIN; from another machine, unless it is named."""
-    return world, rank, size, None, machine, "host", pid, int(seconds * 1000)
+    return world, rank, size, last, min_ranks, machine, "host", pid, int(seconds * 1000)
 
 
 def proof(secret: bytes, who: bytes, transcript: bytes) -> bytes:

@@ -163,7 +163,7 @@ class Model:
     # Messages.
 
     def _join(self, request: Request, found: tuple[Generation, int] | None, *fields: Any) -> None:
-        name, rank, size, _, machine, _, pid, _ = fields
+        name, rank, size, _, _, machine, _, pid, _ = fields
         world = self.worlds.get(name) or World(size)
         is_refused = found is not None or size != world.size or not 0 <= rank < size
         is_refused |= any(rank == other for each in world.generations for other, _ in each.present())

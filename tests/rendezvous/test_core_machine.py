@@ -252,7 +252,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.seats = {each: its for each, its in self.seats.items() if its != connection}
         if seat not in self.seats:
             self.seats[seat] = connection
-        self.send(connection, Kind.JOIN, *seat, size, None, machine, "host", connection, milliseconds)
+        self.send(connection, Kind.JOIN, *seat, size, None, 0, machine, "host", connection, milliseconds)
 
     def ask(self, seat: Seat, kind: Kind, *fields: Any) -> None:
         if seat in self.seats:

@@ -129,7 +129,7 @@ WRONG = {
 CALL = [1, 2, "barrier", True]
 #: By kind: fields as a rank sends them, and what each of them is.
 FIELDS = {
-    Kind.JOIN: list(zip(joining(), (TEXT, NUMBER, NUMBER, RANK, TEXT, TEXT, NUMBER, NUMBER), strict=True)),
+    Kind.JOIN: list(zip(joining(), (TEXT, NUMBER, NUMBER, RANK, NUMBER, TEXT, TEXT, NUMBER, NUMBER), strict=True)),
     Kind.SET: [("key", TEXT), (b"value", DATA)],
     Kind.GET: [("key", TEXT), (None, RANK), (WAIT_MS, NUMBER)],
     Kind.DELETE: [("key", TEXT)],

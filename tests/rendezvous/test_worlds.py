@@ -91,7 +91,7 @@ LISTS, DICTS = st.none() | st.lists(VALUES, max_size=3), st.dictionaries(TEXTS |
 RANKS, DATA = st.none() | NUMBERS, st.just(b"value")
 #: By kind: fields of the right types, with anything in them.
 MAD = {
-    "JOIN": (TEXTS, NUMBERS, NUMBERS, RANKS, TEXTS, TEXTS, NUMBERS, NUMBERS),
+    "JOIN": (TEXTS, NUMBERS, NUMBERS, RANKS, NUMBERS, TEXTS, TEXTS, NUMBERS, NUMBERS),
     "SET": (TEXTS, DATA),
     "GET": (TEXTS, RANKS, NUMBERS),
     "DELETE": (TEXTS,),

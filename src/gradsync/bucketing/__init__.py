@@ -7,6 +7,6 @@ accepted), `events` (what the ranks agree on), `values` (the norm, NaN and clipp
 never reduced). `lists` and `trees` are for programs that have all gradients at once.
 """
 
-from gradsync.bucketing.forgotten import take_forgotten
+from gradsync.bucketing.forgotten import begin_anew, take_forgotten
 
-__all__ = ["take_forgotten"]
+__all__ = ["begin_anew", "take_forgotten"]

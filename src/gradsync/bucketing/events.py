@@ -55,6 +55,11 @@ class CallbackIdentity:
         with _lock:
             _living.add(self)
 
+    @property
+    def is_of_world(self) -> bool:
+        """Whether its communicator is the world's, whichever that is."""
+        return self._group is None
+
     def check_alone(self, communicator: Communicator) -> None:
         """Refuses, at its first use, a callback that the ranks could take for another one that is alive.
 

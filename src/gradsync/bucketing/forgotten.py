@@ -1,4 +1,5 @@
 """Gradients that were handed over but never reduced: destroy_process_group() raises, the program's exit logs an error.
+gs.rebuild() has all callbacks of the world begin anew.
 
 The process group imports this file, so this file imports almost nothing.
 """
@@ -34,6 +35,12 @@ def take_forgotten() -> list[str]:
             texts.append(text)
             step.fail(GradientCancelled("the process group ended before the end of the backward pass"))
     return texts
+
+
+def begin_anew() -> None:
+    """Has all callbacks of the world forget their steps, for gs.rebuild()."""
+    for step in list(_watched):
+        step.begin_anew()
 
 
 def _collected(step: Step) -> None:

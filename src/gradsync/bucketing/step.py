@@ -838,6 +838,8 @@ class Step:
         self.statistics.gradients += len(self._grads)
         self._results = self._grads | self._values if self._values else self._grads
         self._results_end = work
+        assert self._communicator is not None
+        self._communicator.completed_steps += 1
         self._finish(None, work)
 
     def _end_unreduced(self) -> None:
@@ -874,6 +876,21 @@ class Step:
             finally:
                 if not end.is_pending:  # else Ctrl-C came in between, and fail() tells the futures
                     self._end = None
+
+    def begin_anew(self) -> None:
+        """Forgets all steps: the world was rebuilt, and a new rank in it knows none. Cancels one that has begun.
+
+        A callback of a group of its own goes on as it is.
+        """
+        if not self._identity.is_of_world:
+            return
+        if self.count:
+            self.fail(GradientCancelled("gs.rebuild() was called before the end of the backward pass"))
+        if self._communicator is not None:
+            self.norm, self.skip_step, self.total_weight = None, False, None
+            self._communicator, self._results, self._results_end = None, {}, DONE  # begin_with() takes up the new world
+            if (reset := getattr(self._hook, "reset", None)) is not None:
+                reset()
 
     def disown(self) -> None:
         """Fails the step in the child of a fork: the parent reduces its gradients."""

@@ -46,6 +46,10 @@ class Communicator(Collectives):
         label: this rank's name in errors, e.g. "rank 1/4".
         backend: the backend's name: "local", "shm", "nccl" or "mpi".
         device: the device on which the collectives run: "cpu", or a CUDA device such as "cuda:0".
+        member: this process's rank at launch, which stays when gs.rebuild() numbers the ranks of the world anew.
+        most_advanced: of the world's communicator after gs.rebuild(): the rank, or one of those, with the most steps;
+            else 0. Broadcast the state of the training from it.
+        completed_steps: the number of flushes that callbacks have completed on it, since the start of the ranks.
         recorder: the flight recorder: this rank's last collectives and messages on this communicator.
             `print(comm.recorder)` shows them.
         on_exit: a function that the end of a `with` block calls, with its exception or None, instead of close() or
@@ -61,6 +65,9 @@ class Communicator(Collectives):
         self.backend = backend.name
         self.device = backend.device
         self.recorder = backend.recorder
+        self.member = backend.ranks[backend.rank]
+        self.most_advanced = 0
+        self.completed_steps = 0
         self.on_exit: Callable[[BaseException | None], None] | None = None
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -213,7 +220,7 @@ class Communicator(Collectives):
         with reporting_failures(self._backend, self._lifetime, what):
             await_members(self._backend, self._lifetime, self._messages, what, members, name)
             group = Communicator(self._backend.connect_group(members, name))
-        group._tree = self._tree
+        group._tree, group.member = self._tree, self.member
         self._tree.add(group)
         return group
 
@@ -272,6 +279,13 @@ class Communicator(Collectives):
             self._tree.close()
         finally:
             self.close()
+
+    def replace_tree(self) -> None:
+        """Ends this communicator, and all that were made from the same world, on this rank: the world was rebuilt."""
+        again = "gs.rebuild() has made a new world: make it again"
+        for communicator in self._tree.communicators():
+            communicator._lifetime.replace(again)
+        self._lifetime.replace(f"{again}, as `comm = gs.rebuild()`, or leave it out, as callbacks do with group=None")
 
     def end_messages(self, seconds: float) -> None:
         """Waits for the messages of this communicator and its tree; aborts those that have some left after a time."""

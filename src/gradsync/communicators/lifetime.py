@@ -178,6 +178,14 @@ class Lifetime:
                 self._unraised = None
         self._release_when_idle()
 
+    def replace(self, because: str) -> None:
+        """Ends the communicator on this rank, also if it has failed: gs.rebuild() has replaced its world."""
+        self._free_interrupted()
+        with self._ending:
+            self._announcement = self._unraised = None
+            self.ended_because = because
+        self._release_when_idle()
+
     def check_usable(self, what: str) -> None:
         """Raises an error if the communicator has ended.
 

@@ -150,10 +150,10 @@ def begin(rank: int, world_size: int) -> None:
 def _on_sigterm(_number: int, _frame: object) -> None:
     if active is not None:
         active.is_terminated = True
-        end(*active.place)
+        end()
 
 
-def end(rank: int, world_size: int) -> None:
+def end() -> None:
     """Writes this rank's trace, if a trace is on. The last rank also writes the files about all ranks. Never raises.
 
     A SIGTERM that comes meanwhile ends the rank only afterwards.
@@ -161,6 +161,7 @@ def end(rank: int, world_size: int) -> None:
     if active is None or active.is_writing:
         return
     active.is_writing = True
+    rank, world_size = active.place
     try:
         _write(active.folder / _name_of(rank), _events(active, rank))
         _join(active.folder, world_size)

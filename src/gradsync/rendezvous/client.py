@@ -50,6 +50,7 @@ class RendezvousClient:
 
     Attributes:
         rank, world_size: this rank's number, and the number of members.
+        numbers: of a world that was rebuilt, the ranks at launch of its ranks; None if they have kept them.
         world_ranks: the world rank of each member, in the order of the members' ranks in this group.
         name: the group's name; "" is the world.
         label: this rank in messages, e.g. "rank 1/4", or "rank 1/2 of group 'pair' (rank 2 of the world)".
@@ -67,12 +68,14 @@ class RendezvousClient:
         rank: int,
         *,
         generation: int,
+        numbers: tuple[int, ...] | None = None,
         world: RendezvousClient | None = None,
         name: str = "",
     ) -> None:
         self.rank = rank
         self.world_size = len(world_ranks)
         self.world_ranks = world_ranks
+        self.numbers = numbers
         self.name = name
         self.generation = generation
         self.address = connection.address
@@ -100,10 +103,14 @@ class RendezvousClient:
         shown_seconds: float | None = None,
         reach_seconds: float | None = None,
         world: str = "",
+        last: RendezvousClient | None = None,
+        min_ranks: int = 0,
     ) -> RendezvousClient:
         """Joins the next generation: connects, authenticates, and waits until all ranks have joined.
 
-        Every rank must call `connect` once per generation.
+        Every rank must call `connect` once per generation. With `last` it rebuilds the world: it waits until all who
+        are left of the last generation have come, and the ranks get new numbers. A rank that joins a world whose others
+        run already waits until they rebuild it.
 
         Args:
             address: the server's address, "host:port" or "[IPv6]:port".
@@ -114,6 +121,9 @@ class RendezvousClient:
             shown_seconds: the timeout to name in error texts, if it is not `timeout_seconds`.
             reach_seconds: the time limit for reaching the server, if it is shorter.
             world: the name of the world; a server has any number of worlds, and "" is the launcher's.
+            last: this rank's client of the last generation, still open; the new generation replaces it.
+            min_ranks: with `last`, how many ranks are needed at least; 0 is half of the last generation if it spans
+                several machines, else 1.
 
         Raises:
             InvalidArgument: an argument is malformed or out of its range.
@@ -139,9 +149,10 @@ class RendezvousClient:
             connection = dial(address, secret=secret, deadline=until, label=label, shown_seconds=shown_seconds)
             try:
                 seconds = max(deadline - time.monotonic(), 0.0)
-                number, ranks = connection.ask(
-                    "joining", seconds, Kind.JOIN, world, rank, world_size, None, *process, shown_seconds=shown_seconds
-                )
+                after = None if last is None else last.generation
+                fields = world, rank, world_size, after, min_ranks, *process
+                operation = "joining" if last is None else "rebuild"
+                number, numbers = connection.ask(operation, seconds, Kind.JOIN, *fields, shown_seconds=shown_seconds)
             except BaseException as error:
                 connection.abandon()
                 # A server that is flooded with connections may drop a connection that has not authenticated yet.
@@ -149,8 +160,11 @@ class RendezvousClient:
                 if not is_dropped or connection.is_accepted or not attempts_left:
                     raise
                 continue
-            members = range(world_size) if ranks is None else ranks
-            return cls(connection, tuple(members), rank, generation=number)
+            if numbers is None:
+                return cls(connection, tuple(range(world_size)), rank, generation=number)
+            rank, world_size = numbers.index(rank), len(numbers)
+            connection.label = f"rank {rank}/{world_size}"
+            return cls(connection, tuple(range(world_size)), rank, generation=number, numbers=tuple(numbers))
 
     def group(self, members: Sequence[int], name: str) -> RendezvousClient:
         """Returns this rank's client for a group of these members. All members must call `group` with equal arguments.
@@ -331,6 +345,10 @@ class RendezvousClient:
             CommunicatorClosed: this client was closed.
         """
         self._connection.raise_failure()
+
+    def explain_loss(self, text: str) -> None:
+        """Sets what errors add when the server is gone, such as who hosted it."""
+        self._connection.if_lost = f"; {text}"
 
     def describe_with(
         self,

@@ -113,6 +113,7 @@ class Connection:
             `abandon` replaces it.
         is_accepted: whether the server knows that this rank joins, or has answered a request.
         departed: for each group the ranks that have left it, with the number of collectives that each had begun.
+        if_lost: what the error adds when the server is gone.
         callbacks: the functions that describe this rank to the other ranks.
     """
 
@@ -120,6 +121,7 @@ class Connection:
         self.address = address
         self.label = label
         self.failure: GradsyncError | None = None
+        self.if_lost = ""
         self.departed: dict[str, dict[int, int]] = {}
         self.callbacks = Callbacks()
         self._stream = stream
@@ -344,7 +346,7 @@ class Connection:
     def _lose(self, error: RendezvousError) -> None:
         failure = RendezvousError(
             f"{self.label}: the rendezvous server at {self.address} is gone ({error}); "
-            "it ended or was killed, or the network failed"
+            f"it ended or was killed, or the network failed{self.if_lost}"
         )
         failure.__cause__ = error
         self._fail(failure)

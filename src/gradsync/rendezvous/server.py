@@ -36,7 +36,7 @@ from gradsync.rendezvous.sockets import (
     tune_stream,
 )
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, MAX_RANKS, Channel, Kind, Message, Status, check_secret
-from gradsync.rendezvous.worlds import Worlds
+from gradsync.rendezvous.worlds import Worlds, ignore
 
 HANDSHAKE_SECONDS = 5.0
 MAX_UNAUTHENTICATED = 64  # in addition to one connection for each rank, because all ranks may connect at once
@@ -155,6 +155,8 @@ class RendezvousServer:
         port: the port to bind; 0 lets the kernel choose a free port.
         listener: a listening socket from `bind_listener` to use instead of host and port; the server closes it.
         host_rank: the rank whose process runs the server, see `Worlds`; None if no rank does.
+        min_ranks, on_lost, on_rebuilt: see `Worlds`. The functions are called in the server's thread, and must be
+            quick.
 
     Attributes:
         address: the address that the server has bound, e.g. "127.0.0.1:43211" or "[::1]:4000".
@@ -175,6 +177,9 @@ class RendezvousServer:
         port: int = 0,
         listener: socket.socket | None = None,
         host_rank: int | None = None,
+        min_ranks: int = 1,
+        on_lost: Callable[[int, str], object] = ignore,
+        on_rebuilt: Callable[[int, tuple[int, ...], float], object] = ignore,
     ) -> None:
         size = integer_of(world_size)
         if size is None or not 1 <= size <= MAX_RANKS:
@@ -190,6 +195,7 @@ class RendezvousServer:
         self._worlds = Worlds(
             self._send, self._close_peer, self._write_notice, _state_of,
             machine=machine_identity(), size=size, host=host_rank,
+            min_ranks=min_ranks, on_lost=on_lost, on_rebuilt=on_rebuilt,
         )  # fmt: skip
         self.notices = _NoticeWriter()
         self._peers: dict[int, _Peer] = {}

@@ -5,6 +5,11 @@ before has ended; it fails when a member's connection ends without a LEAVE, a me
 stopped, or a collective does not end in time (`stuck.py`). Every member gets the first failure at once, and again as
 the answer to each later request. What a generation has stored goes with it.
 
+A rebuilt generation (gs.rebuild) forms from fewer ranks, beside the one before: as soon as all who are left of that one
+have come, and as many as they ask for. Those who wait to join at that moment are in it, too. Its ranks are numbered
+anew, in the order of their numbers at launch. Until it forms, a rank that dies in the queue is one fewer, and no
+failure. A member that was found stopped, or was missing at a deadline, is lost: nobody waits for it, and it is out.
+
 Requests that wait have a deadline, which travels with them: the core answers at the deadline, and names who is missing.
 """
 
@@ -24,6 +29,7 @@ from gradsync.rendezvous.wire import (
     MAX_RANKS,
     MAX_VALUE_BYTES,
     SILENT,
+    STUCK,
     Failure,
     FrameError,
     Kind,
@@ -51,21 +57,27 @@ class Member:
     """One rank of a generation.
 
     Attributes:
+        number: its rank at launch.
         connection: the number of its connection.
         pid: its process id; 0 if unknown.
         host: the name of its machine; "" on the server's machine.
         seen_at: when it last sent something, in monotonic seconds.
+        min_ranks: how many ranks it asks for at least, if it has come by gs.rebuild(); else None.
         is_present: whether it is connected, and has not left.
         has_left: whether it has left, in order.
+        is_lost: whether it was found stopped, or missing when others had waited too long.
         begun: the number of collectives that it has begun, by group.
     """
 
+    number: int
     connection: int
     pid: int
     host: str
     seen_at: float
+    min_ranks: int | None = None
     is_present: bool = True
     has_left: bool = False
+    is_lost: bool = False
     begun: dict[str, int] = field(default_factory=dict)
 
 
@@ -131,6 +143,10 @@ class Request:
 def _do_nothing(_: Request) -> None: ...
 
 
+def ignore(*_: object) -> None:
+    """Does nothing."""
+
+
 class Exchange:
     """One exchange: its members arrive, each with a value. A barrier is an exchange of empty values."""
 
@@ -156,15 +172,20 @@ class Generation:
         size: the number of ranks.
         number: counted from 1; 0 until it has formed.
         failure: why it has failed, or None.
-        members: the ranks that have joined, also those that have left or failed.
+        failed_at: when it has, in monotonic seconds.
+        members: the ranks that have joined, also those that have left or failed; by rank, and until it has formed by
+            their ranks at launch.
+        is_rebuilt: whether it has formed from those that asked for it, and has other ranks than at launch.
     """
 
     def __init__(self, worlds: Worlds, world: World) -> None:
         self._worlds = worlds
-        self._world = world
+        self.world = world
         self.size = world.size
         self.number = 0
         self.failure: Failure | None = None
+        self.failed_at: float | None = None
+        self.is_rebuilt = False
         self.members: dict[int, Member] = {}
         self.joins: dict[int, Request] = {}
         self.late: set[int] = set()  # ranks that had asked to join, and have reached their deadline
@@ -178,6 +199,12 @@ class Generation:
         self.untold: dict[tuple[str, Members], dict[int, int]] = {}  # of those, whom the others have not been told of
         self.stuck = Stuck(self)
 
+    def forget_join(self, number: int) -> None:
+        """Forgets a rank that does not want to join any more."""
+        self.joins.pop(number).close()
+        del self.members[number]
+        self.never = None
+
     # -- Who is there --------------------------------------------------------------------------------------------
 
     @property
@@ -188,6 +215,18 @@ class Generation:
     def present(self) -> list[tuple[int, Member]]:
         """Returns the connected members, in ascending order of rank."""
         return [(rank, member) for rank, member in sorted(self.members.items()) if member.is_present]
+
+    def member(self, number: int) -> Member | None:
+        """Returns the member that had a rank at launch."""
+        if not self.is_rebuilt:
+            return self.members.get(number)
+        return next((each for each in self.members.values() if each.number == number), None)
+
+    def renumber(self) -> None:
+        """Gives the members of a rebuilt generation their ranks: in the order of their numbers at launch."""
+        ordered = sorted(self.members.values(), key=lambda each: each.number)
+        self.members, self.size, self.is_rebuilt = dict(enumerate(ordered)), len(ordered), True
+        self.late.clear()
 
     def missing(self) -> tuple[int, ...]:
         """Returns the ranks that have not asked to join; if there are none, those that have reached their deadline."""
@@ -213,11 +252,12 @@ class Generation:
         return f"rank {rank}/{self.size}"
 
     def process(self, rank: int) -> str:
-        """Returns "pid 123" or "pid 123 on node7"; "" if the process is not known."""
+        """Returns "pid 123" or "pid 123 on node7"; "" if it is not known. In a rebuilt generation the member, too."""
         member = self.members.get(rank)
         if member is None or not member.pid:
             return ""
-        return f"pid {member.pid} on {member.host}" if member.host else f"pid {member.pid}"
+        pid = f"pid {member.pid} on {member.host}" if member.host else f"pid {member.pid}"
+        return f"member {member.number}, {pid}" if self.is_rebuilt else pid
 
     def name(self, rank: int) -> str:
         """Returns e.g. "rank 1/4 (pid 123)"."""
@@ -233,7 +273,11 @@ class Generation:
 
     def _state(self, rank: int) -> str:
         if rank not in self.members:
-            pid = self._world.pids.get(rank)
+            last = self.world.running
+            member = None if last is None else last.member(rank)
+            if member is not None and member.is_present:
+                return "runs, and has not called gs.rebuild()"
+            pid = self.world.pids.get(rank)
             if pid is not None and self._worlds.state_of(pid) == "T":
                 return f"not joined; its process {pid} is stopped: SIGSTOP?"
             return "stopped waiting to join" if rank in self.late else "not joined"
@@ -249,7 +293,7 @@ class Generation:
         """Fails the generation, and tells all members; the first failure stays."""
         if self.failure is not None:
             return
-        self.failure = failure
+        self.failure, self.failed_at = failure, self._worlds.now
         self.tell_departures()
         waiting = [*self.joins.values()]
         waiting += [request for exchange in self.exchanges.values() for request in exchange.waiting.values()]
@@ -477,7 +521,18 @@ class World:
         self.formed = 0
         self.pids: dict[int, int] = {}  # rank -> process, as its launcher has reported
         self.ended: dict[int, str] = {}  # rank -> how its process ended
+        self.min_ranks = 1  # how many ranks a rebuilt generation needs at least
         self.notice_at: float | None = None  # when the ranks that have not joined are told of
+
+    @property
+    def running(self) -> Generation | None:
+        """The generation that has formed last, while it has members."""
+        return self.generations[0] if self.generations and self.generations[0].number else None
+
+    @property
+    def forming(self) -> Generation | None:
+        """The first generation that has not formed."""
+        return next((each for each in self.generations if not each.number), None)
 
 
 class Worlds:
@@ -491,6 +546,10 @@ class Worlds:
         machine: the server's `machine_identity`; "" if unknown.
         size: the size of the world "", if it is known beforehand; else, and in other worlds, the first rank says it.
         host: the rank of the world "" that hosts the server; when its join reaches its deadline, all joins end.
+        min_ranks: how many ranks a rebuilt generation of the world "" needs at least.
+        on_lost: on_lost(number, why) is called with a member of the world "" that nobody waits for any more.
+        on_rebuilt: on_rebuilt(generation, numbers, seconds) is called when the world "" has been rebuilt: from these
+            members, so long after its failure.
     """
 
     def __init__(
@@ -503,6 +562,9 @@ class Worlds:
         machine: str = "",
         size: int | None = None,
         host: int | None = None,
+        min_ranks: int = 1,
+        on_lost: Callable[[int, str], object] = ignore,
+        on_rebuilt: Callable[[int, tuple[int, ...], float], object] = ignore,
     ) -> None:
         self.send = send
         self._close = close
@@ -511,6 +573,10 @@ class Worlds:
         self._machine = machine
         self._host = host
         self._worlds: dict[str, World] = {} if size is None else {"": World(size)}
+        if size is not None:
+            self._worlds[""].min_ranks = min_ranks
+        self._on_lost, self._on_rebuilt = on_lost, on_rebuilt
+        self.now = 0.0  # of the current event, in monotonic seconds
         self.has_joined = False  # whether any rank ever has
         self._of: dict[int, tuple[World, Generation, int]] = {}  # connection -> where it has joined, and as which rank
         self._late: list[tuple[float, int, Request]] = []  # a heap of requests, by deadline; some are answered already
@@ -527,6 +593,7 @@ class Worlds:
         Raises:
             FrameError: the message is malformed; the server ends this connection.
         """
+        self.now = now
         handler = _HANDLERS[message.kind]
         check_fields(handler, 4, message.kind, message.fields)
         if message.kind is Kind.JOIN:
@@ -544,9 +611,12 @@ class Worlds:
 
     def lost(self, now: float, connection: int, cause: str, *, is_silent: bool = False) -> None:
         """Handles the end of a connection; `is_silent`: the peer's machine acknowledges nothing any more."""
+        self.now = now
         place = self._of.pop(connection, None)
         self._waits.pop(connection, None)
-        if place is not None:
+        if place is not None and self._drop(*place):
+            self._advance(now)
+        elif place is not None:
             _, generation, rank = place
             generation.members[rank].is_present = False
             who, when = generation.name(rank), generation.while_joining()
@@ -559,6 +629,7 @@ class Worlds:
 
     def process(self, now: float, world: str, rank: int, pid: int | None, how: str = "") -> None:
         """Handles what a launcher says: that a rank's process has started, or how it has ended (then `pid` is None)."""
+        self.now = now
         its = self._worlds.get(world)
         if its is not None:
             if pid is None:
@@ -571,6 +642,7 @@ class Worlds:
 
     def tick(self, now: float) -> None:
         """Does what is due."""
+        self.now = now
         while self._late and self._late[0][0] <= now:
             _, _, request = heapq.heappop(self._late)
             if request.is_open:
@@ -582,7 +654,7 @@ class Worlds:
                 if generation.number and generation.failure is None:
                     failure = generation.stuck.advance(now, self._notice, self.state_of)
                     if failure is not None:
-                        generation.fail(failure)
+                        self._fail(world, generation, failure)
         if self._look_at <= now:
             self._look_at = now + _LOOK_SECONDS
             self._look_for_silent(now)
@@ -623,7 +695,8 @@ class Worlds:
         name: str,
         rank: int,
         size: int,
-        min_size: int | None,
+        last: int | None,
+        min_ranks: int,
         machine: str,
         host: str,
         pid: int,
@@ -637,14 +710,16 @@ class Worlds:
         refusal = _join_refusal(world.size, rank, size)
         if request.connection in self._of:
             refusal = "this connection has joined already"
-        generation = None
+        running, generation = world.running, None
+        if last is not None and not refusal:  # it wants to rebuild the world of its last generation
+            refusal = _rebuild_refusal(running, rank, size, last)
         for each in world.generations:
-            member = each.members.get(rank)
-            if member is None:
+            member = each.member(rank)
+            if member is None and not each.number:
                 generation = each
                 break
-            if member.is_present:
-                alive = f"{each.label(rank)} has joined already and is alive ({each.phase})"
+            if member is not None and member.is_present and not (each is running and last is not None):
+                alive = f"rank {rank}/{size} has joined already and is alive ({each.phase})"
                 refusal = refusal or f"{alive}; each rank joins once"
         if refusal:
             request.refuse(refusal)
@@ -661,7 +736,8 @@ class Worlds:
         if generation not in world.generations:
             world.generations.append(generation)
         where = "" if machine and machine == self._machine else host or "another machine"
-        generation.members[rank] = Member(request.connection, pid, where, now)
+        asks_for = None if last is None else min_ranks
+        generation.members[rank] = Member(rank, request.connection, pid, where, now, asks_for)
         generation.late.discard(rank)
         generation.never = None
         generation.joins[rank] = request
@@ -669,13 +745,10 @@ class Worlds:
         request.accept()
         request.when_late = lambda late: self._end_join(generation, late)
         self._wait(now, request, timeout_ms)
-        if world.notice_at is None and not generation.number:
-            world.notice_at = now + NOTICE_SECONDS
 
     def _end_join(self, generation: Generation, request: Request) -> None:
         """A rank has waited for the others until its deadline."""
-        missing = generation.missing()
-        states = generation.states(missing)
+        missing, states = self._awaited(generation)
         late = [request]
         # The server is about to end: the others get the names of the missing ranks first.
         if request.rank == self._host and generation in self._worlds[""].generations:
@@ -686,6 +759,18 @@ class Worlds:
             generation.late.add(join.rank)
             join.time_out(missing, states)
             self._close(join.connection)
+
+    def _awaited(self, generation: Generation) -> tuple[tuple[int, ...], str]:
+        """Returns the ranks, as at launch, for which those wait that have joined a generation, and their states."""
+        running = generation.world.running
+        if running is None or all(member.min_ranks is None for member in generation.members.values()):
+            missing = generation.missing()
+            return missing, generation.states(missing)
+        if missing := _left_of(running, generation):
+            return missing, generation.states(missing)
+        needed, has = _needed(generation.world, running, generation), len(generation.members)
+        absent = generation.missing()
+        return absent, f"{generation.states(absent)}; {has} came, and {needed} are needed at least"
 
     def _on_set(self, now: float, generation: Generation, request: Request, key: str, value: bytes) -> None:
         if self._may_ask(generation, request, key, value):
@@ -749,13 +834,15 @@ class Worlds:
         if generation.number:
             generation.leave(request.rank)
         else:
-            generation.joins.pop(request.rank).close()
-            del generation.members[request.rank]
-            generation.never = None
+            generation.forget_join(request.rank)
         self._close(request.connection)
 
     def _on_fail(self, now: float, generation: Generation, request: Request, reason: str, culprit: int | None) -> None:
         rank = request.rank
+        if self._drop(*self._of[request.connection]):
+            self._of.pop(request.connection)
+            self._close(request.connection)
+            return
         text = f"{generation.name(rank)} failed{generation.while_joining()}: {reason}"
         blamed = rank if culprit is None or culprit not in generation.members else culprit
         generation.fail(Failure(blamed, generation.phase, text))
@@ -790,43 +877,93 @@ class Worlds:
     # -- Generations ---------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:
-        """Drops generations that have ended, and forms the next one of a world once all its ranks have joined."""
+        """Drops generations that have ended, and forms the next one of a world once its ranks have joined."""
         for name, world in list(self._worlds.items()):
             world.generations = [
                 each for each in world.generations if any(member.is_present for member in each.members.values())
             ]
-            first = world.generations[0] if world.generations else None
-            if first is None or first.number or first.failure is not None:
-                world.notice_at = None
-                if first is None and name:
-                    del self._worlds[name]
+            if not world.generations and name:
+                del self._worlds[name]
                 continue
-            if world.notice_at is None:
-                world.notice_at = now + NOTICE_SECONDS
-            if len(first.members) == world.size:
-                first.number = world.formed = world.formed + 1
+            running, forming = world.running, world.forming
+            if forming is None or forming.failure is not None:
                 world.notice_at = None
-                joins, first.joins = first.joins, {}
-                for join in joins.values():
-                    join.reply(first.number, None)  # None: all ranks
-                continue
-            for rank, how in world.ended.items():
-                if rank not in first.members:
-                    text = f"{first.label(rank)} {how} without joining; the other ranks waited for it"
-                    first.fail(Failure(rank, "joining", text))
-                    break
+            elif running is not None:
+                self._rebuild(now, world, running, forming)
+            elif len(forming.members) == world.size:
+                self._form(world, forming, None)
+            else:
+                world.notice_at = world.notice_at or now + NOTICE_SECONDS
+                for rank, how in world.ended.items():
+                    if rank not in forming.members:
+                        text = f"{forming.label(rank)} {how} without joining; the other ranks waited for it"
+                        forming.fail(Failure(rank, "joining", text))
+                        break
+
+    def _form(self, world: World, forming: Generation, numbers: list[int] | None) -> None:
+        """Forms a generation, and tells its ranks; `numbers` are their ranks at launch, None if it has all of them."""
+        forming.number = world.formed = world.formed + 1
+        world.notice_at = None
+        joins, forming.joins = forming.joins, {}
+        for join in joins.values():
+            join.reply(forming.number, numbers)
+
+    def _rebuild(self, now: float, world: World, running: Generation, forming: Generation) -> None:
+        """Forms a rebuilt generation, once those have come that it needs; ends the one before."""
+        asked_at = [each.seen_at for each in forming.members.values() if each.min_ranks is not None]
+        if not asked_at:  # those that wait are taken in when the others rebuild
+            world.notice_at = None
+            return
+        if _left_of(running, forming) or len(forming.members) < _needed(world, running, forming):
+            world.notice_at = world.notice_at or now + NOTICE_SECONDS
+            return
+        for member in running.members.values():
+            member.is_present = False  # its connection ends soon, which is no failure
+        world.generations.remove(running)
+        forming.renumber()
+        numbers = [member.number for member in forming.members.values()]
+        for rank, member in forming.members.items():
+            self._of[member.connection] = world, forming, rank
+        self._form(world, forming, numbers)
+        if world is self._worlds.get(""):
+            since = min(asked_at) if running.failed_at is None else running.failed_at
+            self._on_rebuilt(forming.number, tuple(numbers), now - since)
+
+    def _drop(self, world: World, generation: Generation, rank: int) -> bool:
+        """Forgets a rank that waited for a rebuild, or was new, and has ended; returns whether it was one."""
+        running = world.running
+        if generation.number or running is None or generation.failure is not None:
+            return False
+        before = running.member(rank)
+        if before is not None and before.has_left:  # all leave and join again
+            return False
+        generation.forget_join(rank)
+        return True
+
+    def _fail(self, world: World, generation: Generation, failure: Failure) -> None:
+        """Fails a generation, and gives up the members that do not answer, unless they are more than half."""
+        if generation.failure is not None:
+            return
+        generation.fail(failure)
+        lost = failure.missing if failure.kind == STUCK else (failure.rank,)
+        if 2 * len(lost) <= generation.size:
+            for member in [generation.members[rank] for rank in lost]:
+                member.is_lost = True
+                if world is self._worlds.get(""):
+                    self._on_lost(member.number, failure.text)
 
     def _tell_missing(self, now: float, world: World) -> None:
         """Logs the ranks that have not joined, every few seconds."""
         if world.notice_at is not None and world.notice_at <= now:
             world.notice_at = now + NOTICE_SECONDS
-            forming = world.generations[0]
-            where = forming.states(forming.missing())
+            forming = world.forming
+            assert forming is not None
+            where = self._awaited(forming)[1]
             self._notice(f"{len(forming.members)} of {world.size} ranks have joined; waiting for {where}")
 
     def _look_for_silent(self, now: float) -> None:
         """Fails the generation of a member that has been silent for long, and that /proc calls stopped or a zombie."""
-        for _, generation, rank in list(self._of.values()):
+        for world, generation, rank in list(self._of.values()):
             member = generation.members[rank]
             silent_seconds = now - member.seen_at
             if silent_seconds >= SILENT_SECONDS and not member.host and member.pid and generation.failure is None:
@@ -836,7 +973,35 @@ class Worlds:
                     text = _lost_text(generation.name(rank), state, why)
                     if len(generation.present()) == 1:
                         self._notice(text)  # no other rank can report it
-                    generation.fail(Failure(rank, generation.phase, text, SILENT))
+                    self._fail(world, generation, Failure(rank, generation.phase, text, SILENT))
+
+
+def _left_of(running: Generation, forming: Generation) -> tuple[int, ...]:
+    """Returns the numbers of those that are left of a generation, and have not asked for the next one."""
+    left = [member.number for _, member in running.present() if not member.is_lost]
+    return tuple([number for number in left if number not in forming.members])
+
+
+def _needed(world: World, running: Generation, forming: Generation) -> int:
+    """Returns how many ranks a rebuilt generation needs.
+
+    On several machines half of the last one, unless a rank asks for another number: where a network is cut, the smaller
+    part does not go on.
+    """
+    asked = [member.min_ranks for member in forming.members.values() if member.min_ranks]
+    are_apart = len({member.host for member in running.members.values()}) > 1
+    return max(world.min_ranks, *asked, (running.size + 1) // 2 if are_apart and not asked else 1)
+
+
+def _rebuild_refusal(running: Generation | None, rank: int, size: int, last: int) -> str:
+    """Returns the reason to refuse a rank that wants to rebuild its world; "" if there is none."""
+    member = None if running is None else running.member(rank)
+    if member is None or running is None or running.number != last or member.is_lost or not member.is_present:
+        return (
+            f"rank {rank}/{size} was taken for dead, because it was stopped or did not come to a collective, and the "
+            "others go on without it: end this process"
+        )
+    return ""
 
 
 def _lost_text(who: str, state: str, more: str) -> str:
