@@ -1,10 +1,15 @@
-"""The pages: their programs run, their commands print what they show, and what they name is there."""
+"""The pages: their programs run, their commands print what they show, and what they name is there.
+
+A block with title="examples/NAME.py" is a part of that file, which has a test of its own. A fragment, a block that does
+not import gradsync, runs within FRAME, unless it is of another library.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
 import sys
+import textwrap
 from functools import reduce
 from pathlib import Path
 
@@ -47,6 +52,41 @@ def test_a_program_runs(cli, script, program):
     else:
         done = cli("run", "-n", 2, path)
     assert (done.code, done.err) == (0, "")
+
+
+FRAME = """\
+import json
+import sys
+import numpy as np
+import gradsync as gs
+sys.modules["cupy"] = cupy = np
+with gs.init_process_group() as comm:
+    weights, batch, gradients = np.zeros(3), np.ones((4, 3)), {"w": np.zeros(3)}
+    gs.bcast_list_([weights])
+    def gradient_of(batch):
+        return batch.mean(0) + weights
+    sync = gs.AllreduceCallback("mean")
+"""
+
+
+NOT_HERE = r"^(import|from) gradsync|mpi4py|torch|jax|hvd|cupyx|loss\.backward"
+FRAGMENTS = [block for block in blocks("python") if not re.search(NOT_HERE, block.values[0], re.MULTILINE)]
+
+
+@pytest.mark.parametrize("block", [block for block in FRAGMENTS if block.values[0] not in EXAMPLES])
+def test_a_fragment_runs(cli, script, block):
+    done = cli("run", "-n", 2, script(FRAME + textwrap.indent(block, "    ")))
+    assert (done.code, done.err) == (0, "")
+
+
+def flat(text):
+    return "\n".join(line.strip() for line in text.splitlines())
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_a_block_with_a_title_is_of_that_file(page):
+    for name, block in re.findall(r'^```python title="([^"\n]*)"\n(.*?)^```$', TEXTS[page], re.DOTALL | re.MULTILINE):
+        assert flat(block) in flat((ROOT / name).read_text())
 
 
 SHOWN = [block for block in blocks("console") if len(block.values[0].splitlines()) > 1 == block.values[0].count("$ ")]
