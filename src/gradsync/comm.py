@@ -1,8 +1,7 @@
-"""`gs.comm`: the functions of detectron2's `utils.comm`, under the same names.
+"""`gs.comm`: the functions of detectron2's `utils.comm`, under the same names: `from gradsync import comm`.
 
-A script can import this module in place of detectron2's: `from gradsync import comm`. Before init_process_group(), all
-functions work as in a world of one rank. gradsync sends Python objects with pickle, so all ranks must trust each other,
-see communicators/objects.py. The pickled bytes stay in host memory, also with NCCL.
+Before init_process_group() all work as in a world of one rank. Objects are sent by pickle, so the ranks must trust each
+other (communicators/objects.py).
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _local_groups: WeakKeyDictionary[Communicator, Communicator] = WeakKeyDictionary
 
 
 def get_world_size() -> int:
-    """Returns the number of ranks; 1 if the process group is not initialised."""
+    """Returns the number of ranks; 1 without a process group."""
     world = get_world()
     return 1 if world is None else world.world_size
 
 
 def get_rank() -> int:
-    """Returns this process's rank in the world; 0 if the process group is not initialised."""
+    """Returns this process's rank in the world; 0 without a process group."""
     world = get_world()
     return 0 if world is None else world.rank
 
@@ -43,38 +42,32 @@ def get_rank() -> int:
 def get_local_rank() -> int:
     """Returns this process's rank on its machine, for example to choose a GPU; 0 without a process group.
 
-    detectron2 requires a call of create_local_process_group() first. gradsync does not require this call: without a
-    local group, gradsync takes the local rank from the launcher, for example from LOCAL_RANK of torchrun or `gradsync
-    run` (see environment.py). If the launcher gives no local rank, gradsync assumes that all ranks are on one machine.
+    Unlike in detectron2, create_local_process_group() need not be called before: without it, the launcher tells (such
+    as by LOCAL_RANK), and where it does not, all ranks are taken to be on one machine.
     """
     group = _local_group()
     return place_on_machine()[0] if group is None else group.rank
 
 
 def get_local_size() -> int:
-    """Returns the number of ranks on this machine; 1 without a process group.
-
-    The number comes from the local group, or else from the launcher, as described for get_local_rank().
-    """
+    """Returns the number of ranks on this machine, known as for get_local_rank(); 1 without a process group."""
     group = _local_group()
     return place_on_machine()[1] if group is None else group.world_size
 
 
 def create_local_process_group(num_workers_per_machine: int) -> None:
-    """Makes a group of the ranks on each machine. Every rank must call this function, with the same number.
+    """Makes a group of the ranks on each machine. Every rank must call it with the same number.
 
-    The ranks of a machine must be consecutive: the ranks 0 to n - 1 on the first machine, the next n ranks on the
-    second machine, and so on. A later call with the same number does nothing.
+    The ranks of a machine must be consecutive: 0 to n - 1 on the first machine, the next n on the second, and so on. A
+    later call with the same number does nothing.
 
     Args:
-        num_workers_per_machine: the number of ranks on each machine, n. The world size must be a multiple of n.
+        num_workers_per_machine: the number of ranks on each machine, n, which divides the world size.
 
     Raises:
-        InvalidArgument: n is not a positive integer, the world size is not a multiple of n, or an earlier call has
-            passed a different number.
+        InvalidArgument: n does not divide the world size, or an earlier call passed another number.
         PlanMismatch: the ranks pass different numbers.
-        RendezvousTimeout, RankFailed, CollectiveTimeout, CommunicatorClosed, BackendUnavailable, NcclError: the group
-            cannot be made.
+        RendezvousTimeout, BackendUnavailable, ...: the group cannot be made; see Communicator.new_group.
     """
     global _alone
     n, world_size, rank = integer_of(num_workers_per_machine), get_world_size(), get_rank()
@@ -103,7 +96,7 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
 
 
 def get_local_process_group() -> Communicator:
-    """Returns the communicator of this machine's ranks, which you can pass to other functions as `group`.
+    """Returns the communicator of this machine's ranks, to pass as `group`.
 
     Raises:
         InvalidArgument: this process has not called create_local_process_group().
@@ -118,12 +111,12 @@ def get_local_process_group() -> Communicator:
 
 
 def is_main_process() -> bool:
-    """Returns whether this process is rank 0, which usually prints and saves for all ranks."""
+    """Returns whether this is rank 0, which usually prints and saves for all."""
     return get_rank() == 0
 
 
 def synchronize() -> None:
-    """Waits until every rank has called this function; returns immediately in a world of one rank.
+    """Waits until every rank has called it; returns at once in a world of one rank.
 
     Raises:
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
@@ -133,15 +126,15 @@ def synchronize() -> None:
 
 
 def all_gather(data: Any, group: Communicator | None = None) -> list[Any]:
-    """Returns a list of every rank's `data`, in rank order. Every rank must call this function.
+    """Returns the `data` of all ranks, in rank order. Every rank must call it.
 
     Args:
-        data: any object that can be pickled. With one rank, the list contains this object itself, not a copy.
+        data: any object that can be pickled. With one rank, the list has this object itself, not a copy.
         group: the communicator of the ranks; None means the world communicator.
 
     Raises:
-        InvalidArgument: a rank's data cannot be pickled (then every rank raises this error), this rank cannot unpickle
-            data that it has received (then only this rank raises it), or `group` is not a communicator.
+        InvalidArgument: a rank's data cannot be pickled (all ranks raise it) or not be unpickled here (only this rank
+            does), or `group` is not a communicator.
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
     communicator = _ranks_of(group, "all_gather")
@@ -149,17 +142,15 @@ def all_gather(data: Any, group: Communicator | None = None) -> list[Any]:
 
 
 def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[Any]:
-    """Returns a list of every rank's `data`, in rank order, on rank `dst`, and an empty list on the other ranks.
-
-    Every rank must call this function.
+    """Returns the `data` of all ranks, in rank order, on rank `dst`; an empty list elsewhere. Every rank must call it.
 
     Args:
-        data: any object that can be pickled. With one rank, the list contains this object itself, not a copy.
-        dst: the rank in the group that gets the data. With one rank, gradsync ignores `dst`.
+        data: any object that can be pickled. With one rank, the list has this object itself, not a copy.
+        dst: the rank in the group that gets the data. Ignored with one rank.
         group: the communicator of the ranks; None means the world communicator.
 
     Raises:
-        InvalidArgument: there is no rank `dst`, or for the reasons that all_gather names.
+        InvalidArgument: there is no rank `dst`, or as for all_gather.
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
     communicator = _ranks_of(group, "gather")
@@ -169,45 +160,40 @@ def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[A
 
 
 def shared_random_seed() -> int:
-    """Returns a random number of 31 bits: the same number on all ranks, and a new number in each call.
+    """Returns a random number of 31 bits, the same on all ranks and another in each call. Every rank must call it.
 
-    Every rank must call this function. Ranks that seed a generator (for example a sampler's generator) with this number
-    draw the same random numbers. The seed is rank 0's next `np.random.randint(2**31)`, as in detectron2, so a program
-    that calls `np.random.seed` gets the same seeds in each run. Every rank draws a number, so that ranks with the same
-    state of `np.random` keep the same state.
+    Seed a sampler's generator with it, and all ranks draw alike. It is rank 0's next `np.random.randint(2**31)`, as in
+    detectron2, so that `np.random.seed` makes it repeatable. Every rank draws one, so that equal states of `np.random`
+    stay equal.
 
     Raises:
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
-    seed = int(np.random.randint(2**31))  # from NumPy's global generator, because programs seed this generator
+    seed = int(np.random.randint(2**31))  # of NumPy's global generator, which programs seed
     world = _ranks_of(None, "shared_random_seed")
     return seed if world is None else int(world.objects.broadcast_for("shared_random_seed", seed))
 
 
 def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any, Any]:
-    """Reduces a dictionary of scalars over all ranks, for logging.
+    """Reduces scalars by name over all ranks, for logging. Every rank must call it, and gets the same bits.
 
-    Every rank must call this function, and every rank gets the results. The results have the same bits on all ranks. In
-    detectron2, only rank 0 gets the right results.
+    (In detectron2 only rank 0 gets the right results.)
 
     Args:
-        input_dict: the scalars, by name. A scalar is an int, float, complex or bool, a number of NumPy, or a 0-d array
-            of NumPy, CuPy or any library with DLPack. All ranks need the same names, in any order.
+        input_dict: the scalars, by name: an int, float, complex or bool, a number of NumPy, or a 0-d array of NumPy,
+            CuPy or any library with DLPack. All ranks need the same names, in any order.
         average: whether to return the mean over the ranks instead of the sum.
 
     Returns:
-        The results by name, in the order of input_dict, as NumPy scalars. `.item()` converts a NumPy scalar to a Python
-        number.
-        Floating and complex numbers keep their precision: if the ranks have different types, the result has NumPy's
-        common type. The sum of integers is a 64-bit integer. gradsync computes the mean of integers from their exact
-        sum, and returns this mean as a float64.
+        The results by name, in the order of input_dict, as NumPy scalars; `.item()` makes one a Python number. Floating
+        and complex numbers keep their precision; where the ranks have several types, it is NumPy's common one. A sum of
+        integers has 64 bits; their mean is exact up to its rounding to float64.
 
     Raises:
-        PlanMismatch: the ranks have different names (then the error message lists the names that each rank lacks), or
-            different values of `average`. All ranks raise this error.
-        InvalidArgument: input_dict is not a mapping, a value is masked or is not a scalar of at most 64 bits (128 if
-            complex), a sum of integers needs more than 64 bits, or the ranks' types have no common type. All ranks
-            raise this error.
+        PlanMismatch: the ranks have different names (the error lists what each lacks), or another `average`. All ranks
+            raise it.
+        InvalidArgument: input_dict is not a mapping, a value is masked or not a scalar of at most 64 bits (128 if
+            complex), a sum of integers needs more than 64 bits, or types have nothing in common. All ranks raise it.
         RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
     world = _ranks_of(None, "reduce_dict")
@@ -230,7 +216,7 @@ def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any
 
 
 def _ranks_of(group: Communicator | None, what: str) -> Communicator | None:
-    """Returns `group`, or the world's communicator if `group` is None; returns None if there is only one rank."""
+    """Returns `group`, or the world if it is None; None if there is only one rank."""
     communicator = get_world() if group is None else group_or_world(group, what)
     refuse_in_callback("rank 0/1" if communicator is None else communicator.label, what)
     return None if communicator is None or communicator.world_size == 1 else communicator
@@ -243,19 +229,19 @@ def _local_group() -> Communicator | None:
 
 
 def _contribution(input_dict: Mapping[Any, Any]) -> dict[Any, np.generic] | str:
-    """Returns this rank's scalars for reduce_dict, or the reason why reduce_dict cannot reduce them."""
+    """Returns this rank's scalars for reduce_dict, or why they cannot be reduced."""
     if not isinstance(input_dict, Mapping):
         return f"got {type(input_dict).__name__}"
     try:
         return {name: _scalar(name, value) for name, value in input_dict.items()}
     except InvalidArgument as error:
         return str(error)
-    except Exception as error:  # this rank must still contribute, because the other ranks wait for its contribution
+    except Exception as error:  # the other ranks wait for this one all the same
         return describe(error)
 
 
 def _scalar(name: Any, value: Any) -> np.generic:
-    """Converts a value to a NumPy scalar of the same precision; waits for the GPU if the value is on a GPU."""
+    """Returns a value as a NumPy scalar of the same precision; waits for a GPU that has it."""
     if isinstance(value, np.ma.MaskedArray):  # its hidden value would count
         raise InvalidArgument(f"{name!r} is masked: pass a number that counts, or leave the name out on all ranks")
     if isinstance(value, (bool, int, float, complex, np.generic, np.ndarray)):
@@ -273,7 +259,7 @@ def _scalar(name: Any, value: Any) -> np.generic:
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype[Any] | None:
-    """Returns NumPy's dtype for a dtype such as torch.float32; None if NumPy has no dtype of this name."""
+    """Returns NumPy's dtype for one such as torch.float32; None if it has none of this name."""
     try:
         return np.dtype(str(dtype).rpartition(".")[2])
     except TypeError:
@@ -319,7 +305,7 @@ def _reduce(name: Any, by_rank: Mapping[int, np.generic], *, average: bool) -> n
 
 
 def _reduce_integers(name: Any, scalars: Sequence[np.generic], *, average: bool) -> np.generic:
-    """Returns the sum or mean of integers; adds them as Python integers, which do not overflow."""
+    """Returns the sum or mean of integers, added as Python's, which do not overflow."""
     total: int = sum(scalar.item() for scalar in scalars)
     if average:
         return cast("np.generic", np.float64(total / len(scalars)))

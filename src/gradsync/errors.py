@@ -1,9 +1,24 @@
 """The exceptions of gradsync.
 
-Each class except GradsyncError also derives from a built-in exception (ValueError, TimeoutError, ...). All errors can
-be pickled, because gradsync sends errors between processes. `WorkerError` and `MainProcessError` are in
-`launching/calls.py`: they derive from `multiprocessing.ProcessError`, and importing gradsync must not import
-multiprocessing.
+    GradsyncError
+        InvalidArgument       ValueError        a mistake of the caller
+        UnsupportedDtype      TypeError         no such operation for this dtype
+        BackendUnavailable    RuntimeError      something is missing on this machine
+        RendezvousError       RuntimeError      the rendezvous server failed, refused or is gone
+            RendezvousTimeout     TimeoutError      it, or another rank, did not come in time
+            AuthenticationError                     another secret
+        PlanMismatch          RuntimeError      the ranks do different things
+            MissingGradient                         all lack the same gradients
+        CollectiveTimeout     TimeoutError      a rank did not come to a collective in time
+        RankFailed            RuntimeError      another rank died, failed or left
+        CommunicatorClosed    RuntimeError      closed, aborted or failed before
+        NcclError, MpiError   RuntimeError      NCCL, the GPU or MPI failed
+        NonFiniteGradient     ArithmeticError   NaN or infinity, with nonfinite="raise"
+        FutureNotReady        RuntimeError      read too early
+        GradientCancelled     RuntimeError      this gradient is not reduced
+
+All can be pickled, as they travel between processes. `WorkerError` and `MainProcessError` are in launching/calls.py:
+they derive from `multiprocessing.ProcessError`, and importing gradsync must not import multiprocessing.
 """
 
 from __future__ import annotations
@@ -15,22 +30,21 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-#: The largest number of ranks that an error lists. If there are more ranks, the error only counts the others.
-MAX_NAMED_RANKS = 16
+MAX_NAMED_RANKS = 16  # that an error lists; it counts the others
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 _LAUNCHING = os.path.join(_PACKAGE, "launching", "")
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _PACKAGES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
-_MAX_NAME_CHARACTERS = 160  # for the name of a file, and for the name of a function
+_MAX_NAME_CHARACTERS = 160  # of a file or a function
 
-_earlier_error: BaseException | None = None  # the value of sys.last_value before the process group began
+_earlier_error: BaseException | None = None  # sys.last_value before the process group began
 
 
 class GradsyncError(Exception):
     """The base class of gradsync's own errors.
 
-    The constructor takes the message, and the attributes as keywords. All attributes have defaults, because pickle
-    calls the class with the message only, and then restores the attributes.
+    Made of a message, and attributes as keywords. All attributes have defaults, because pickle passes the message only,
+    and restores the attributes afterwards.
     """
 
     def __init__(self, message: object = "", **attributes: Any) -> None:
@@ -46,27 +60,24 @@ class InvalidArgument(GradsyncError, ValueError):
 
 
 class UnsupportedDtype(GradsyncError, TypeError):
-    """The operation is not defined or not implemented for the dtype of an array."""
+    """The operation is not defined, or not implemented, for the dtype of an array."""
 
 
 class BackendUnavailable(GradsyncError, RuntimeError):
-    """A backend, memory, a library or a new process that a call needs is not available here.
-
-    The error message says what is missing.
-    """
+    """A backend, memory, a library or a new process is not to be had here. The message says what is missing."""
 
 
 class RendezvousError(GradsyncError, RuntimeError):
-    """The rendezvous server could not start, refused a request or is gone, or another program runs at its address."""
+    """The rendezvous server could not start, refused something or is gone, or another program has its address."""
 
 
 class RendezvousTimeout(RendezvousError, TimeoutError):
-    """A wait for the rendezvous server, or for other ranks at this server, has reached its deadline.
+    """The rendezvous server, or other ranks that this rank meets there, did not come before the deadline.
 
     Attributes:
         missing_ranks: the ranks that were missing; () if they are not known.
-        missing: the missing ranks and their states in words, such as "rank 1 (not joined)".
-        cause: the reason why no rendezvous server answered; "" if a server answered.
+        missing: these ranks and their states in words, such as "rank 1 (not joined)".
+        cause: why no rendezvous server answered; "" if one did.
     """
 
     missing_ranks: tuple[int, ...] = ()
@@ -75,20 +86,17 @@ class RendezvousTimeout(RendezvousError, TimeoutError):
 
 
 class AuthenticationError(RendezvousError):
-    """One side of the rendezvous does not know the secret of this run."""
+    """This process and the rendezvous server have different secrets, so they belong to different runs."""
 
 
 class PlanMismatch(GradsyncError, RuntimeError):
-    """The ranks disagree on the next collective, or two ranks disagree on a message between them.
+    """The ranks disagree on the next collective or step, two ranks on a message, or arrays differ that must be equal.
 
-    gs.check_consistency() also raises this error, for arrays that differ. Every rank of the collective, or of the
-    message, raises this error. gradsync has moved no data of this collective, and the communicator stays usable; but
-    see `broken`.
+    Every rank that takes part raises it. Nothing has moved, and the communicator stays usable; but see `broken`.
 
     Attributes:
-        descriptions: a description of each rank's collective in words, by rank.
-        places: the line of code that called the collective, by rank, such as "train.py:41 in step". For an asynchronous
-            collective, the place is the line that submitted the collective.
+        descriptions: what each rank called, in words, by rank.
+        places: the line that called it, by rank, such as "train.py:41 in step".
         broken: whether the ranks found it after a launch, which only NCCL does: values are wrong, and the communicator
             has ended.
     """
@@ -99,40 +107,36 @@ class PlanMismatch(GradsyncError, RuntimeError):
 
 
 class MissingGradient(PlanMismatch):
-    """At the end of a step, some parameters of the callback have no gradient: the same parameters on all ranks.
+    """At the end of a step the same parameters have no gradient on all ranks.
 
-    If the ranks lack different gradients, all ranks raise PlanMismatch, the base class of this error.
+    If the ranks lack different ones, they raise PlanMismatch, the base class.
     """
 
 
 class CollectiveTimeout(GradsyncError, TimeoutError):
-    """A collective, or a wait for the future of a collective, reached its deadline.
+    """A collective, or a wait for its future, reached its deadline.
 
     Attributes:
-        missing_ranks: the ranks that had not called the collective; () if they are not known. The first rank in the
-            tuple is, if possible, a rank that does not itself wait for other ranks.
+        missing_ranks: the ranks that had not called it; () if they are not known. The first is, if possible, one that
+            does not itself wait for others.
     """
 
     missing_ranks: tuple[int, ...] = ()
 
 
 class RankFailed(GradsyncError, RuntimeError):
-    """A rank died, stopped responding, raised an exception, or left the process group while other ranks needed it.
-
-    This error also reports that a rank closed or aborted the communicator while other ranks still used it.
+    """Another rank died, stopped answering or raised an exception; or it left or closed what others still used.
 
     Attributes:
-        rank: the rank that failed; None if the number of the failed rank is not known.
-        phase: the phase of the failed rank: "joining" until all ranks have joined, then "running", and "left" after the
-            rank has left. The phase is "collective" if a rank closed or aborted the communicator, or if gradsync
-            detected the failure through shared memory. The phase is "function" in an error that gs.spawn or
-            gs.launcher raises in the launching process.
-        exit_code: the failed rank's exit code, -n if signal n killed the rank; None if the exit code is not known. Only
-            gs.spawn and gs.launcher set exit_code, traceback_text and results.
-        traceback_text: the failed rank's traceback; "" if the traceback is not known.
-        results: the return values that the launched function had on other ranks, by rank.
-        was_silent: whether the failed rank sent nothing for several seconds, and gradsync found that the rank was
-            stopped (SIGSTOP), gone or unreachable.
+        rank: the rank that failed; None if it is not known.
+        phase: what that rank was doing: "joining" until all have joined, then "running", and "left" after it has left;
+            "collective" if it closed or aborted the communicator, or shared memory told its end; "function" where
+            gs.spawn or gs.launcher raises it in the launching process.
+        was_silent: whether the rank was found stopped (SIGSTOP), gone or unreachable after several seconds of silence.
+        exit_code: its exit code, -n if signal n killed it; None if it is not known. This and the attributes below are
+            set by gs.spawn and gs.launcher only.
+        traceback_text: its traceback; "" if it is not known.
+        results: what the launched function returned on other ranks, by rank.
     """
 
     rank: int | None = None
@@ -144,15 +148,15 @@ class RankFailed(GradsyncError, RuntimeError):
 
 
 class CommunicatorClosed(GradsyncError, RuntimeError):
-    """The communicator was closed or aborted, has failed, or belongs to the parent process of this forked process."""
+    """The communicator was closed or aborted, has failed, or belongs to the parent of this forked process."""
 
 
 class NcclError(GradsyncError, RuntimeError):
     """NCCL or the GPU failed.
 
     Attributes:
-        code: the ncclResult_t value, 1 if the GPU failed; 0 if NCCL gave no value.
-        name: the name of the ncclResult_t value, such as "ncclUnhandledCudaError" for 1; "" if NCCL gave no value.
+        code: the ncclResult_t; 1 if the GPU failed, 0 if NCCL gave none.
+        name: its name, such as "ncclUnhandledCudaError" for 1; "" if NCCL gave none.
     """
 
     code: int = 0
@@ -170,11 +174,11 @@ class MpiError(GradsyncError, RuntimeError):
 
 
 class NonFiniteGradient(GradsyncError, ArithmeticError):
-    """A reduced gradient contains NaN or infinity, and the callback has nonfinite="raise". All ranks raise this error.
+    """A reduced gradient has NaN or infinity, and the callback has nonfinite="raise". All ranks raise it.
 
     Attributes:
-        parameter: the first parameter, in the order of hand-over, whose reduced gradient is not finite.
-        parameters: all such parameters.
+        parameter: the first such parameter, in the order of hand-over.
+        parameters: all of them.
     """
 
     parameters: Sequence[str] = ()
@@ -186,34 +190,34 @@ class NonFiniteGradient(GradsyncError, ArithmeticError):
 
 
 class FutureNotReady(GradsyncError, RuntimeError):
-    """The program read a future that was not done. For example, the bucket of a gradient was not reduced yet."""
+    """A future was read before it was done: a gradient's before the end of its step, for example."""
 
 
 class GradientCancelled(GradsyncError, RuntimeError):
-    """This gradient is not reduced. The future of the gradient raises this error.
+    """This gradient is not reduced; its future raises this.
 
-    Its backward pass raised an exception, the process group ended before the pass, or the weights of all ranks were 0.
+    The backward pass raised an exception, the process group ended first, or the weights of all ranks were 0.
     """
 
 
 class Caller(NamedTuple):
-    """A line of the user's program. A Caller refers only to the frame's code object, so it keeps no frame alive."""
+    """A line of the user's program. It refers to the code object only, so it keeps no frame alive."""
 
     code: CodeType
     instruction: int
 
     @property
     def line(self) -> int:
-        """The line number, computed only when it is needed, because the computation is slow in long functions."""
+        """The line number, computed when it is asked for: that is slow in long functions."""
         lines = (line for begin, end, line in self.code.co_lines() if begin <= self.instruction < end)
         return next(lines, None) or self.code.co_firstlineno
 
     def __str__(self) -> str:
-        """Returns a text such as "/home/me/train.py:41 in step", on one line of limited length."""
+        """Returns text such as "/home/me/train.py:41 in step", on one line of limited length."""
         return self._in(self.code.co_filename)
 
     def short(self) -> str:
-        """Returns the same text as str(), but without the folder of the file, which may differ between machines."""
+        """Returns str() without the folder of the file, which may differ between machines."""
         return self._in(os.path.basename(self.code.co_filename))
 
     def _in(self, file: str) -> str:
@@ -221,11 +225,10 @@ class Caller(NamedTuple):
 
 
 def caller(thread: int | None = None) -> Caller | None:
-    """Returns the line of the user's program that a thread is executing.
+    """Returns the line of the user's program that a thread is at.
 
-    This line belongs to the innermost frame outside gradsync, the standard library and installed packages. If the stack
-    has no such frame, the function returns the innermost line of an installed package, such as torch in its backward
-    pass. If there is no such line either, for example on gradsync's own threads, the function returns None.
+    It is that of the innermost frame outside gradsync, the standard library and installed packages; else the innermost
+    one of an installed package, such as torch in its backward pass; else None, as on gradsync's own threads.
 
     Args:
         thread: the identifier of the thread; None means the calling thread.
@@ -261,7 +264,7 @@ def callers() -> list[Caller]:
 
 @lru_cache(maxsize=1024)
 def _kind_of(file: str) -> str:
-    """Returns the software that a source file belongs to: "gradsync", "launching", "python", "package" or "program"."""
+    """Returns what a source file belongs to: "gradsync", "launching", "python", "package" or "program"."""
     if file.startswith(_PACKAGE):
         return "launching" if file.startswith(_LAUNCHING) else "gradsync"
     if any(folder in file for folder in _PACKAGES):
@@ -270,34 +273,31 @@ def _kind_of(file: str) -> str:
 
 
 def _shortened(name: str) -> str:
-    """Replaces characters of a name that cannot be printed, and leaves out the beginning of a long name."""
+    """Replaces what cannot be printed, and leaves out the beginning of a long name."""
     shown = "".join(c if c.isprintable() else "?" for c in name[-_MAX_NAME_CHARACTERS:])
     return shown if len(name) <= _MAX_NAME_CHARACTERS else f"...{shown}"
 
 
 def shown(value: object) -> str:
-    """Returns the text that shows a wrong argument in an error message: its repr, or advice if it is an array."""
+    """Returns a wrong argument as text for an error: its repr, or advice if it is an array."""
     is_array = hasattr(value, "shape") and hasattr(value, "dtype")
     return "an array: pass the output array as out=" if is_array else repr(value)
 
 
 def uncaught_error() -> BaseException | None:
-    """Returns the exception that ends this program at its exit; None if no exception ends the program.
-
-    In an interactive session the function returns None, because exceptions do not end the session.
-    """
+    """Returns the exception that ends this program; None if none does, as in an interactive session."""
     error: BaseException | None = getattr(sys, "last_value", None)
     return None if hasattr(sys, "ps1") or error is _earlier_error else error
 
 
 def forget_earlier_error() -> None:
-    """Makes `uncaught_error` ignore the current sys.last_value, which a test runner, for example, may have set."""
+    """Makes `uncaught_error` ignore the present sys.last_value, which a test runner, say, may have set."""
     global _earlier_error
     _earlier_error = getattr(sys, "last_value", None)
 
 
 def describe(error: BaseException) -> str:
-    """Returns a text such as "ValueError: no such file", for reports to other ranks; never raises an exception."""
+    """Returns text such as "ValueError: no such file", for reports to other ranks; never raises."""
     try:
         text = str(error)
     except Exception as broken:
@@ -306,10 +306,7 @@ def describe(error: BaseException) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Returns a text such as "rank 2" or "ranks 0, 1 and 3".
-
-    The text names at most sixteen ranks; for more ranks it ends with a number, such as "and 40 more".
-    """
+    """Returns text such as "rank 2" or "ranks 0, 1 and 3"; for more than sixteen it ends in "and 40 more"."""
     named = [str(rank) for rank in ranks[:MAX_NAMED_RANKS]]
     more = len(ranks) - len(named)
     if more:
@@ -319,7 +316,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """Returns a text such as "1 rank" or "2 ranks"."""
+    """Returns text such as "1 rank" or "2 ranks"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
@@ -334,5 +331,5 @@ def size_text(size_bytes: float) -> str:
 
 
 def headline(error: BaseException) -> str:
-    """Returns the first line of `describe(error)`, without the reports of other ranks in the following lines."""
+    """Returns the first line of `describe(error)`, without the other ranks' reports that may follow."""
     return describe(error).partition("\n")[0]

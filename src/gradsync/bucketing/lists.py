@@ -1,6 +1,6 @@
-"""Functions for lists of arrays: pack into a flat buffer and split again, broadcast, and reduce in one collective.
+"""Lists of arrays: pack them into a flat array and split it again, broadcast them, or reduce them in one collective.
 
-The functions use the module of the arrays, NumPy or CuPy, so the same code works on the CPU and on GPUs.
+Arrays may be NumPy's or CuPy's.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Shape = Sequence[int]
 
 
 def get_offsets(shapes: Sequence[Shape | None]) -> list[int]:
-    """Returns the offsets at which arrays begin and end in a flat buffer that holds them one after the other.
+    """Returns where arrays begin and end in a flat array that holds them one after the other.
 
     Args:
-        shapes: the shapes of the arrays, in order. The shape () of a 0-d array counts as one element; None means (1,).
+        shapes: the shapes of the arrays, in order. A 0-d array, of shape (), is one element; None means (1,).
 
     Returns:
         The list [begin0, end0, begin1, end1, ...], in elements.
@@ -51,12 +51,10 @@ def param_pack_concat(
     """Concatenates arrays of one dtype into one flat array.
 
     Args:
-        inputs: arrays of any shape and layout, all of one dtype and one device; their elements are copied in index (C)
-            order.
-        offsets: the result of get_offsets for the inputs' shapes. The offsets may be an array on the device.
-        offsets_val: the same offsets in host memory. Pass `offsets_val` if `offsets` is on a device; then the function
-            does not read `offsets`.
-        out: a 1-D contiguous array of the inputs' dtype with room for all elements; None makes a new array.
+        inputs: arrays of any shape and layout, of one dtype and on one device; copied in C order.
+        offsets: what get_offsets returns for their shapes.
+        offsets_val: the same in host memory, where `offsets` is an array on a device, which is then not read.
+        out: a 1-D contiguous array of this dtype with room for all elements; None makes a new one.
 
     Returns:
         A 1-D array of offsets[-1] elements: a new array, or the beginning of `out`.
@@ -92,7 +90,7 @@ def param_pack_split(flat: Any, offsets: Any, shapes: Sequence[Shape | None]) ->
 
     Args:
         flat: the 1-D contiguous array to split.
-        offsets: the result of get_offsets for the shapes.
+        offsets: what get_offsets returns for the shapes.
         shapes: the shapes of the views, in order; None means (1,).
 
     Returns:
@@ -136,7 +134,7 @@ def _check_offsets(who: str, bounds: Sequence[int], sizes: Sequence[int]) -> Non
 
 
 def array_module(array: Any) -> Any:
-    """Returns the module whose functions work on `array`: cupy for CuPy's arrays, else numpy."""
+    """Returns cupy for an array of CuPy's, else numpy."""
     namespace = type(array).__module__.partition(".")[0]
     if namespace == "cupy":
         import cupy
@@ -152,13 +150,12 @@ def bcast_list_(
     *,
     group: Communicator | None = None,
 ) -> None:
-    """Copies the root's arrays into the arrays of every other rank, in place, in one collective.
+    """Copies the root's arrays into those of all other ranks, in place: a model's parameters before the first step.
 
     Every rank must call it with arrays of the same shapes and dtypes in the same order.
 
     Args:
-        arrays: arrays of any shape, layout and dtype on the communicator's device. The arrays must be writable, except
-            on the root.
+        arrays: arrays of any shape, layout and dtype on the communicator's device; writable, except on the root.
         root: the rank whose values all ranks get.
         communicator: the communicator of the ranks; None means the world communicator.
         group: another name for `communicator`.
@@ -191,13 +188,13 @@ def pack_allreduce_split(
     group: Communicator | None = None,
     reduce_method: str = "mean",
 ) -> list[Any]:
-    """Packs arrays of one dtype, reduces them in one collective, and splits the result.
+    """Packs arrays of one dtype, reduces them in one collective, and splits the result. The arrays do not change.
 
-    Every rank must call it with the same shapes, dtype and method. The inputs are not changed.
+    Every rank must call it with the same shapes, dtype and method.
 
     Args:
         pack_list: arrays of one dtype on the communicator's device.
-        shapes: the shapes of the results; each shape must have as many elements as the input of the same index.
+        shapes: the shapes of the results, each of as many elements as the array of the same index.
         group: the communicator; None means the world communicator.
         reduce_method: "sum" or "mean", in upper or lower case.
 
@@ -223,7 +220,7 @@ def pack_allreduce_split(
 
 
 def communicator_and_root(what: str, communicator: Communicator | None, root: int) -> tuple[Communicator, int]:
-    """Returns the communicator, and `root` as an int; checks that the root is a rank of the communicator."""
+    """Returns the communicator, and `root` as an int, which must be a rank of it."""
     if isinstance(root, (Communicator, NonMember)):
         raise InvalidArgument(
             f"{what} got a communicator ({root!r}) as the root's number: pass it by name, communicator=..."
@@ -239,7 +236,7 @@ def communicator_and_root(what: str, communicator: Communicator | None, root: in
 
 
 def broadcast_named(what: str, named: Sequence[tuple[str, Array]], root: int, communicator: Communicator) -> None:
-    """Broadcasts arrays after the ranks have agreed on their names, shapes and dtypes, and that all can be written to.
+    """Broadcasts arrays, once the ranks agree on their names, shapes and dtypes, and all can be written to.
 
     Raises:
         InvalidArgument: a rank cannot write into one of its arrays. All ranks raise it.

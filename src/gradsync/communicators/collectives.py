@@ -1,9 +1,9 @@
 """The public collectives: each checks its arguments, describes the call, and calls the backend.
 
-A collective first checks its arguments, before any other rank is involved. Then it makes an Agreement, the description
-of the call. `_run` takes the communicator for this collective, makes the arrays flat, and calls one method of the
-backend, which compares the agreements of the ranks and moves the bytes. `Communicator` and `Asynchronous`
-(communicator.py) differ in `_finish` only: one returns the result, the other a future.
+Arguments are checked before any other rank is involved. Then an Agreement describes the call; `_run` takes the
+communicator for it, makes the arrays flat, and calls one method of the backend, which compares the ranks' agreements
+and moves the bytes. `Communicator` and `Asynchronous` (communicator.py) differ in `_finish`: one returns the result,
+the other a future.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from gradsync.words import refuse_removed
 
 BYTE = np.dtype(np.uint8)
 
-_TOO_MUCH = 2**63  # the limit of NumPy's sizes, and of the numbers that ranks exchange
+_TOO_MUCH = 2**63  # for NumPy's sizes, and for the numbers that ranks exchange
 
 #: The layout of one array in Fortran order; see Agreement.
 _FORTRAN = 1
@@ -53,24 +53,22 @@ _FORTRAN = 1
 class Collectives(ABC):
     """The collectives of a group of ranks.
 
-    Every rank must call the same collectives in the same order. Each docstring says which arguments must be equal on
-    all ranks. Arrays may have any shape and layout; they are NumPy or CuPy arrays, or any that DLPack can hand over
-    without a copy, in host memory or on the communicator's GPU.
+    Every rank must call the same collectives in the same order; each says which arguments must be equal on all. Arrays
+    may have any shape and layout: NumPy's, CuPy's, or any that DLPack hands over without a copy, in host memory or on
+    the communicator's GPU.
 
-    All collectives take `stream`, the CUDA stream on which they run. By default, a blocking collective runs on CuPy's
-    current stream, and an asynchronous one on the communicator's own stream. `stream` is ignored on the CPU.
+    `stream` is the CUDA stream to run on, ignored on the CPU. By default a blocking collective runs on CuPy's current
+    stream, and an asynchronous one on the communicator's own.
 
     All collectives raise:
-        InvalidArgument: an argument is wrong, such as an array on another device, or one for the result that is
-            read-only or has elements that share memory; a done-callback calls it; another thread runs a collective of
-            this communicator.
+        InvalidArgument: an argument is wrong, such as an array on another device, or a read-only one for the result; a
+            done-callback calls it; another thread runs a collective of this communicator.
         UnsupportedDtype: the elements are Python objects, or the dtype does not support the operator.
         PlanMismatch: the ranks called different collectives, or passed arguments that must be equal and differ. All
             ranks raise it before data moves, and the communicator stays usable.
         RankFailed: another rank has died, or has closed or aborted the communicator.
         CollectiveTimeout: a rank did not call the collective before the deadline, or a GPU did not end it.
-        CommunicatorClosed: the communicator was closed or aborted, has failed, or belongs to the parent of this forked
-            process.
+        CommunicatorClosed: the communicator was closed or aborted, has failed, or belongs to the parent of this fork.
         NcclError, MpiError: NCCL, the GPU or MPI failed.
         RendezvousError: the connection to the rendezvous server was lost.
     """
@@ -104,14 +102,14 @@ class Collectives(ABC):
     def all_reduce(self, array: Any, op: str | ReduceOp = "sum", *, out: Any = None, stream: Any = None) -> Any:
         """Reduces `array` over all ranks, element by element; every rank gets the result.
 
-        Shapes, dtypes and operators must be equal. Elements with the same index are reduced, even if arrays are in C
-        order on one rank and in Fortran order on another; with one order on all ranks no copy is made.
+        Shapes, dtypes and operators must be equal. Arrays may be in C order on one rank and in Fortran order on
+        another; with one order on all ranks no copy is made.
 
         Args:
             array: the values of this rank; receives the result if `out` is None.
-            op: the operator: "sum", "mean", "prod", "min" or "max". "mean" needs a floating or complex dtype. On the
-                CPU, half precision is accumulated in float32.
-            out: an array of the same shape and dtype for the result. `array` then stays unchanged, unless it shares
+            op: "sum", "mean" (of floating or complex numbers), "prod", "min" or "max". On the CPU, half precision is
+                accumulated in float32.
+            out: an array of the same shape and dtype for the result. `array` then stays as it is, unless it shares
                 memory with `out`.
             stream: see the class.
 
@@ -150,11 +148,11 @@ class Collectives(ABC):
             array: the values of this rank; on the root it receives the result if `out` is None.
             op: the operator, as for all_reduce.
             root: the rank that gets the result.
-            out: on the root, an array of the same shape and dtype for the result. Ignored on the other ranks.
+            out: on the root, an array of the same shape and dtype for the result; ignored elsewhere.
             stream: see the class.
 
         Returns:
-            On the root, `out`, or `array` if `out` is None. On the other ranks, None.
+            On the root `out`, or `array` if `out` is None; elsewhere None.
         """
         source, parsed = self._checked_reduction("reduce", array, op)
         root = checked_rank(self._backend, "reduce", "root", root)
@@ -179,16 +177,15 @@ class Collectives(ABC):
     ) -> Any:
         """Reduces `array` over all ranks, element by element; each rank gets its rows of the result.
 
-        Shapes, dtypes, operators and sizes must be equal. Over shared memory reduce_scatter and all_reduce give the
-        same bits, except for products of complex numbers.
+        Shapes, dtypes, operators and sizes must be equal. Over shared memory the bits are those of all_reduce, except
+        for products of complex numbers.
 
         Args:
-            array: the values of this rank. Its rows (along the first axis; a 0-d array is one row) are divided among
-                the ranks in rank order.
+            array: the values of this rank. Its rows, along the first axis, are divided among the ranks in rank order.
             op: the operator, as for all_reduce.
-            sizes: the number of rows of each rank. If None, the rows are divided equally.
-            out: an array for this rank's rows of the result; it may be exactly these rows of `array`. If None, a new
-                array is made.
+            sizes: the number of rows of each rank; None divides them equally.
+            out: an array for this rank's rows of the result, which may be exactly these rows of `array`; None makes a
+                new one.
             stream: see the class.
 
         Returns:
@@ -241,10 +238,9 @@ class Collectives(ABC):
 
         Args:
             array: the rows of this rank. Any dtype except Python objects.
-            sizes: the number of rows of each rank. If None, all ranks must have the same number of rows.
-                `comm.all_gather(np.array([len(array)]))` gives the list if each rank knows only its own number.
-            out: an array for the result; `array` may be exactly this rank's rows of `out`. If None, a new array is
-                made.
+            sizes: the number of rows of each rank; None where all have the same. If each rank knows only its own,
+                `comm.all_gather(np.array([len(array)]))` gives the list.
+            out: an array for the result; `array` may be exactly this rank's rows of it. None makes a new one.
             stream: see the class.
 
         Returns:
@@ -269,11 +265,11 @@ class Collectives(ABC):
             array: the rows of this rank, as for all_gather.
             root: the rank that gets the result.
             sizes: the number of rows of each rank, as for all_gather.
-            out: on the root, an array for the result, as for all_gather. Ignored on the other ranks.
+            out: on the root, an array for the result, as for all_gather; ignored elsewhere.
             stream: see the class.
 
         Returns:
-            On the root, the rows of all ranks, in `out` or in a new array. On the other ranks, None.
+            On the root the rows of all ranks, in `out` or in a new array; elsewhere None.
         """
         root = checked_rank(self._backend, "gather", "root", root)
         return self._gather("gather", array, root, sizes, out if self.rank == root else None, stream)
@@ -327,17 +323,17 @@ class Collectives(ABC):
         out: Any = None,
         stream: Any = None,
     ) -> Any:
-        """Divides the rows of the root's `array` among the ranks in rank order; each rank gets its rows.
+        """Divides the rows of the root's `array` among the ranks in rank order.
 
-        Roots and `sizes` must be equal. The root's `array` and the other ranks' `out` must have the same dtype and rows
-        of the same shape.
+        Roots and `sizes` must be equal. The root's `array` and the others' `out` must have the same dtype and rows of
+        the same shape.
 
         Args:
-            array: on the root, the rows. Any dtype except Python objects. Ignored on the other ranks: pass None.
+            array: on the root, the rows, of any dtype except Python objects; elsewhere None.
             root: the rank that has the rows.
-            sizes: the number of rows of each rank. If None, the rows are divided equally.
-            out: an array for this rank's rows. Every rank except the root must pass it, because only the root knows
-                the shape and dtype of the rows.
+            sizes: the number of rows of each rank; None divides them equally.
+            out: an array for this rank's rows. Every rank but the root must pass it: only the root knows their shape
+                and dtype.
             stream: see the class.
 
         Returns:
@@ -381,17 +377,17 @@ class Collectives(ABC):
         out: Any = None,
         stream: Any = None,
     ) -> Any:
-        """Sends part i of the rows of every rank's `array` to rank i; each rank receives a part from every rank.
+        """Sends part i of the rows of `array` to rank i, from each rank to all.
 
         Dtypes and the shape of rows must be equal; without sizes the numbers of rows too. Either every rank passes both
         lists of sizes, or none does.
 
         Args:
             array: the rows of this rank. Any dtype except Python objects.
-            send_sizes: the number of rows that this rank sends to each rank. If None, the rows are divided equally.
-            recv_sizes: the number of rows that this rank receives from each rank; given if, and only if, `send_sizes`
-                is. The ranks compare the two lists of all ranks before they move data (else PlanMismatch).
-            out: an array for the result. If None, a new array is made.
+            send_sizes: the number of rows that this rank sends to each; None divides them equally.
+            recv_sizes: the number of rows that this rank receives from each. The ranks compare both lists before
+                anything moves, and raise PlanMismatch if they do not fit.
+            out: an array for the result; None makes a new one.
             stream: see the class.
 
         Returns:
@@ -429,7 +425,7 @@ class Collectives(ABC):
         """Compares what each rank sends with what the others expect, and returns the largest number of rows.
 
         Raises:
-            PlanMismatch: a rank expects other numbers of rows than the ranks send to it. Every rank raises this error.
+            PlanMismatch: a rank expects other numbers of rows than it is sent. Every rank raises it.
         """
         n = self.world_size
         shared = self._backend.share_numbers([*sending, *receiving], agreement)
@@ -443,22 +439,22 @@ class Collectives(ABC):
         return max(map(max, sent))
 
     def barrier(self) -> Any:
-        """Waits until every rank has called this method."""
+        """Waits until every rank has called it."""
         agreement = agreement_on("barrier", (), None, "")
         return self._run("barrier", agreement, None, None, None, lambda *_: self._backend.barrier(agreement))
 
     # -- Messages between two ranks: they are received in the order of sending; there are no tags ----------------
 
     def send(self, array: Any, dest: int, *, stream: Any = None) -> Any:
-        """Sends an array to one other rank, which must call recv or exchange. Shape and dtype must be equal there.
+        """Sends an array to one other rank, which must call recv or exchange for the same shape and dtype.
 
-        On the CPU, send returns only after the rank `dest` has begun to receive the array; on a GPU, when NCCL has
-        launched the message. If two ranks both send first, or both receive first, they wait for each other until the
-        deadline: use exchange, or `asynchronous.send`.
+        On the CPU it returns once that rank has begun to receive; on a GPU once NCCL has launched the message. Two
+        ranks that both send first, or both receive first, wait for each other until the deadline: use exchange, or
+        `asynchronous.send`.
 
         Args:
             array: the array to send. Any dtype except Python objects.
-            dest: the rank that receives the array; it must not be this rank.
+            dest: the rank that receives it; not this rank.
             stream: see the class.
         """
         dest = checked_rank(self._backend, "send", "dest", dest, is_self_allowed=False)
@@ -469,8 +465,8 @@ class Collectives(ABC):
         """Receives an array from one other rank, which must call send or exchange.
 
         Args:
-            array: an array for the received values, with the shape and dtype of what was sent.
-            source: the rank that sends the array; it must not be this rank.
+            array: an array for the values, with the shape and dtype of what is sent.
+            source: the rank that sends it; not this rank.
             stream: see the class.
 
         Returns:
@@ -482,16 +478,16 @@ class Collectives(ABC):
         return self._send_and_receive("recv", [], [incoming], stream, array)
 
     def exchange(self, array: Any, *, dest: int, out: Any, source: int, stream: Any = None) -> Any:
-        """Sends an array to one rank, and at the same time receives an array from the same rank or a different one.
+        """Sends an array to one rank, and at the same time receives one from that rank or another.
 
-        Two ranks that call exchange with each other cannot deadlock, nor can a ring of ranks in which each sends to the
-        next one. The other rank of a message may also call send or recv.
+        Neither two ranks that exchange with each other nor a ring of ranks can deadlock. The other rank of a message
+        may also call send or recv.
 
         Args:
             array: the array to send, as for send.
-            dest: the rank that receives the array. `dest` may be this rank if `source` is this rank too.
+            dest: the rank that receives it; this rank only if `source` is this rank too.
             out: an array for the received values, with their shape and dtype. It may share memory with `array`.
-            source: the rank that sends the received values.
+            source: the rank that sends them.
             stream: see the class.
 
         Returns:
@@ -564,7 +560,7 @@ class Collectives(ABC):
         """
         backend, arrays, after = self._backend, self._arrays, None
         if backend.on_gpu:
-            self._lifetime.check_usable(what)  # CUDA's own error in a forked child would not give the reason
+            self._lifetime.check_usable(what)  # in a forked child CUDA's own error would not say why
             stream = backend.checked_stream(stream, what)
             after = self._after(stream)
         with self._lifetime.turn(what, agreement), backend.launching(stream, after) as launch:
@@ -587,11 +583,11 @@ class Collectives(ABC):
     # -- Checks --------------------------------------------------------------------------------------------------
 
     def native_array(self, array: Any, what: str) -> Any:
-        """Returns an array of the backend's own type (NumPy or CuPy) over the same memory as `array`.
+        """Returns `array` as one of the backend's own type, NumPy's or CuPy's, over the same memory.
 
         Args:
             array: the caller's argument.
-            what: the operation's name in the error.
+            what: the operation's name in errors.
 
         Raises:
             InvalidArgument: `array` is not an array, or is on another device.
@@ -602,7 +598,7 @@ class Collectives(ABC):
         return self._arrays.native(array, f"{self.label}: {what}")
 
     def _checked_reduction(self, what: str, array: Any, op: str | ReduceOp) -> tuple[Array, ReduceOp]:
-        """Returns the array (see native_array) and the operator, which the array's dtype supports."""
+        """Returns the array (see native_array), and the operator, which its dtype supports."""
         source = self.native_array(array, what)
         try:
             parsed = operator_for(op, source.dtype)
@@ -613,14 +609,14 @@ class Collectives(ABC):
             raise type(error)(f"{self.label}: {what}: {error}") from None
 
     def _checked_target(self, what: str, source: Array, out: Any) -> Array:
-        """Returns the array for the result (see native_array): the caller's `out`, or the source if `out` is None."""
+        """Returns the array for the result (see native_array): `out`, or the source if `out` is None."""
         if out is None:
             self._check_writable(what, source)
             return source
         return self._checked_out(what, out, source.shape, source.dtype)
 
     def _check_writable(self, what: str, target: Array, name: str = "array", remedy: str = "pass out=") -> None:
-        """Raises InvalidArgument, with the advice `remedy`, if the collective cannot write to the argument `name`."""
+        """Raises InvalidArgument, with the advice `remedy`, if the argument `name` cannot be written to."""
         if type(target) is np.ndarray and target.flags.carray:  # nearly always
             return
         if not self._arrays.writeable(target):
@@ -632,7 +628,7 @@ class Collectives(ABC):
         raise InvalidArgument(f"{self.label}: {what} writes into {name}, which {flaw}: {remedy}")
 
     def _checked_out(self, what: str, out: Any, shape: Shape, dtype: np.dtype[Any]) -> Array:
-        """Returns the caller's `out` as an array (see native_array), after checking its shape and dtype."""
+        """Returns `out` as an array (see native_array) of this shape and dtype, which can be written to."""
         target: Array = self.native_array(out, f"{what}: out")
         if target.shape != shape or target.dtype != dtype:
             raise InvalidArgument(
@@ -645,7 +641,7 @@ class Collectives(ABC):
     def _checked_sizes(
         self, what: str, name: str, sizes: Any, total: int | None = None, *, row_bytes: int = 1
     ) -> tuple[int, ...]:
-        """Returns the caller's number of rows for each rank. If `total` is given, the numbers must add up to it."""
+        """Returns the caller's numbers of rows by rank; they must add up to `total`, if that is given."""
         try:
             checked = tuple(map(operator.index, sizes))
         except TypeError:
@@ -662,7 +658,7 @@ class Collectives(ABC):
         return checked
 
     def _checked_division(self, what: str, name: str, sizes: Any, rows: int) -> tuple[int, ...]:
-        """Returns the number of rows of each rank's part of an array. If `sizes` is None, the parts are equal."""
+        """Returns the number of rows of each rank's part of an array: equal ones if `sizes` is None."""
         if sizes is not None:
             return self._checked_sizes(what, name, sizes, rows)
         if rows % self.world_size:
@@ -678,11 +674,10 @@ class Collectives(ABC):
         """Returns a source's elements as a flat array: a copy if the result could overwrite them before they are read.
 
         Args:
-            source: an array that native_array has returned.
-            target: the caller's array for the result; None if there is none, or if it is the source and the backend can
-                reduce in place.
-            own_part: this rank's part of the larger array, source or target, as a slice of bytes. If the smaller array
-                is exactly this part, no copy is needed, because backends accept arrays that overlap in this way.
+            source: what native_array has returned.
+            target: the array for the result; None if there is none, or if it is the source, to be reduced in place.
+            own_part: this rank's part of the larger of the two arrays, as a slice of bytes. If the smaller is exactly
+                this part, no copy is needed: backends take arrays that overlap like this.
         """
         arrays = self._arrays
         flat: Array = arrays.flat(source)
@@ -691,7 +686,7 @@ class Collectives(ABC):
         return flat
 
     def _is_part(self, source: Array, target: Array, own_part: slice | None) -> bool:
-        """Whether both arrays are contiguous, and the smaller array is exactly the part `own_part` of the larger."""
+        """Whether both arrays are contiguous, and the smaller is exactly the part `own_part` of the larger."""
         arrays = self._arrays
         if own_part is None or not arrays.is_viewed_flat(source) or not arrays.is_viewed_flat(target):
             return False
@@ -701,7 +696,7 @@ class Collectives(ABC):
         return part == (whole[0] + own_part.start, whole[0] + own_part.stop)
 
     def _flat_target(self, target: Array) -> Array:
-        """Returns a flat array for a target's elements: a view if the target is contiguous and on the device."""
+        """Returns a flat array for a target's elements: a view, if it is contiguous and on the device."""
         arrays = self._arrays
         viewed = arrays.is_viewed_flat(target)
         flat: Array = arrays.flat(target) if viewed else arrays.scratch(target.size, target.dtype)

@@ -1,8 +1,8 @@
-"""Groups: a group is a communicator for some or all of the ranks of another communicator.
+"""Groups: communicators for some or all of the ranks of another.
 
-A group is used like any other communicator. The group has a backend of the same kind as the other communicator;
-`Backend.connect_group` makes this backend. A `CommunicatorTree` gives the groups of one world their names, and closes
-them together with the world. `await_members` waits until all members have called new_group or split.
+A group has a backend of the same kind, which `Backend.connect_group` makes. A `CommunicatorTree` gives the groups of
+one world their names, and closes them with the world. `await_members` waits until all members have called new_group or
+split.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _CHECK_EVERY_SECONDS = 0.25
 
 
 class Member(Protocol):
-    """The part of a Communicator that a CommunicatorTree uses."""
+    """What a CommunicatorTree uses of a Communicator."""
 
     def close(self) -> None:
         """Closes the communicator."""
 
 
 class CommunicatorTree:
-    """The communicators made from one world: groups, groups of groups, and the communicators of override_backend().
+    """The communicators made from one world: groups, groups of groups, and those of override_backend().
 
     Args:
         name: the name of the world's communicator.
@@ -52,15 +52,12 @@ class CommunicatorTree:
         self._communicators: weakref.WeakKeyDictionary[Member, None] = weakref.WeakKeyDictionary()
 
     def new_name(self, what: str) -> str:
-        """Returns a new name for the group `what`, e.g. "world/0,2#1".
-
-        Ranks that have called this method the same number of times with the same text get the same name.
-        """
+        """Returns a new name for the group `what`, e.g. "world/0,2#1": the same on ranks that have asked alike."""
         count = self._counts[what] = self._counts.get(what, 0) + 1
         return f"{self.name}/{what}#{count}"
 
     def add(self, communicator: Member) -> None:
-        """Adds a communicator, and keeps a weak reference to it."""
+        """Adds a communicator, by a weak reference."""
         self._communicators[communicator] = None
 
     def communicators(self) -> list[Any]:
@@ -74,15 +71,14 @@ class CommunicatorTree:
 
 
 class NonMember:
-    """The result of new_group and split on a rank that is not a member of the group.
+    """What new_group and split return on a rank that is not a member of the group.
 
-    A NonMember is false, so a program can write `if group: group.all_reduce(array)`. A NonMember is not None, because
-    functions that take a communicator treat None as the world, and a non-member must not join the world's collectives
-    by mistake. A function of gradsync that takes a communicator raises InvalidArgument for a NonMember.
+    It is false: write `if group: group.all_reduce(array)`. It is not None, which means the world where a communicator
+    is taken: a non-member must not join the world's collectives by mistake, and gets InvalidArgument.
 
     Args:
         label: this rank's name in errors.
-        group: the group in words for errors, e.g. "the group of ranks 0,2".
+        group: the group in words, e.g. "the group of ranks 0,2".
     """
 
     def __init__(self, label: str, group: str) -> None:
@@ -99,24 +95,24 @@ class NonMember:
         return f"<{type(self).__name__}: {self}>"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # Python itself reads such names, e.g. for copy and pickle
+        if name.startswith("_"):  # Python itself reads such names, for copy and pickle
             raise AttributeError(name)
         raise AttributeError(f"{self} and cannot use the group's {name!r}; check `if group:` first")
 
 
 @contextmanager
 def reporting_failures(backend: Backend, lifetime: Lifetime, what: str) -> Iterator[None]:
-    """Reports an error of the `with` block to the other ranks, which wait until this rank has made the group.
+    """Reports an error of the `with` block to the other ranks, which wait for this one to make the group.
 
     Args:
-        backend, lifetime: those of the communicator that makes the group.
-        what: the name of the public method in errors.
+        backend, lifetime: those of the communicator that makes it.
+        what: the public method's name in errors.
     """
     try:
         yield
     except (RankFailed, CommunicatorClosed):
-        lifetime.check_usable(what)  # raises this rank's own failure instead of the server's copy of it
-        raise  # not reported, because every member gets this error by itself
+        lifetime.check_usable(what)  # this rank's own failure, rather than the server's copy of it
+        raise  # not reported: every member gets this error by itself
     except BaseException as error:
         if backend.client is not None:
             if isinstance(error, BackendUnavailable):
@@ -129,25 +125,24 @@ def reporting_failures(backend: Backend, lifetime: Lifetime, what: str) -> Itera
 def await_members(
     backend: Backend, lifetime: Lifetime, messages: Messages, what: str, members: Sequence[int], name: str
 ) -> None:
-    """Waits until all members of a new group have called this function.
+    """Waits until all members of a new group have called it.
 
     Args:
         backend, lifetime, messages: those of the communicator that makes the group. The messages move on meanwhile.
-        what: the name of the public method in errors.
-        members: the members' ranks in the communicator of `backend`.
-        name: the name of the new group, unique since the last init_process_group().
+        what: the public method's name in errors.
+        members: the members' ranks in that communicator.
+        name: the new group's name, unique since the last init_process_group().
 
     Raises:
-        RendezvousTimeout: a member has not called the function before the deadline.
-        RankFailed: a rank has died, a member has closed the communicator, or a rank has aborted the communicator.
-        CollectiveTimeout, CommunicatorClosed, RendezvousError: the communicator has failed or was closed, or the
-            connection to the rendezvous server was lost.
+        RendezvousTimeout: a member did not call it before the deadline.
+        RankFailed: a rank has died, or has closed or aborted the communicator.
+        CollectiveTimeout, CommunicatorClosed, RendezvousError: the communicator failed or was closed, or the connection
+            to the rendezvous server was lost.
     """
     client, timeout_seconds = backend.client, backend.timeout_seconds
     if client is None or len(members) == 1:
         return
-    # The barrier has a group of its own on the server. When all members have left this group, the server removes its
-    # entries, however the new group ends.
+    # The barrier has a group of its own on the server, which forgets it once all have left, however the new group ends.
     waiting = client.group(members, f"{name}/members")
     began = time.monotonic()
     try:
@@ -175,12 +170,12 @@ def await_members(
 
 
 def whom(error: RendezvousTimeout) -> str:
-    """Returns, as text, the missing ranks of a barrier that has timed out, with their states if these are known."""
+    """Returns in words who was missing at a barrier, with their states if these are known."""
     return error.missing or (name_ranks(error.missing_ranks) if error.missing_ranks else "the rendezvous server")
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Returns the ranks as a short text. A long list becomes the number of ranks, the first rank and a digest."""
+    """Returns ranks as a short text: of many only their number, the first, and a digest."""
     text = ",".join(map(str, ranks))
     if len(text) <= _LISTED_CHARACTERS:
         return text

@@ -1,10 +1,10 @@
 """Collectives on Python objects, for settings, metrics and file names; not for gradients.
 
-Objects are pickled to be sent. Unpickling can run code of the sender, so all ranks must trust each other: only
-processes that know the run's secret can be ranks. The pickled bytes travel as arrays of uint8, between GPUs over NCCL.
+Objects are pickled. Unpickling can run code of the sender, so all ranks must trust each other: only processes that know
+the run's secret can be ranks. The bytes travel as arrays of uint8, between GPUs over NCCL.
 
-If a rank's object cannot be pickled, that rank still takes part in the collective, and sends the reason instead of the
-object. So all ranks raise the error, and no rank waits for this rank until the deadline.
+A rank whose object cannot be pickled still takes part, and sends the reason in its place: all ranks raise it, and none
+waits for the deadline.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ _MAX_REASON_CHARACTERS = 500
 class Objects:
     """The collectives on Python objects, e.g. `communicator.objects.all_gather(obj)`.
 
-    Every rank must call these methods and the communicator's other collectives in the same order, and with the same
-    root. Any object that can be pickled is allowed, and the size of the objects may differ between ranks. Each rank
-    gets copies of the objects, also a copy of its own object. Only the root of a broadcast gets its own object back.
-
-    Unpickling can run code of the sender, so all ranks must trust each other.
+    Every rank must call them, and the communicator's other collectives, in the same order and with the same root. An
+    object may be anything that can be pickled, of any size on each rank. Each rank gets copies, of its own object too;
+    only the root of a broadcast gets its object back. Unpickling can run code of the sender, so all ranks must trust
+    each other.
 
     All methods raise the errors of Communicator's collectives, and:
-        InvalidArgument: an argument is wrong, or an object cannot be pickled or unpickled. If a rank cannot pickle its
-            object, every rank that takes part raises this error, which names the rank and the cause. If a rank cannot
-            unpickle an object that it has received, only this rank raises it. The communicator stays usable.
+        InvalidArgument: an argument is wrong; or a rank's object cannot be pickled, which all ranks raise, with the
+            rank and the cause; or it cannot be unpickled here, which only this rank raises. The communicator stays
+            usable.
 
     Args:
         communicator: whose ranks take part.
@@ -59,15 +58,12 @@ class Objects:
         return self.all_gather_for("objects.all_gather", obj)
 
     def all_gather_for(self, what: str, obj: Any) -> list[Any]:
-        """Does the same as all_gather. `what` is the name of the public function, for errors.
-
-        If ranks call functions with different names, they raise PlanMismatch.
-        """
+        """all_gather for the public function `what`: ranks that call another one raise PlanMismatch."""
         agreement = agreement_on(what, (), None, "")
         return self._unpack(*self._run(agreement, self._parcel([obj])), agreement)
 
     def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
-        """Returns the objects of all ranks, in rank order, on the root; returns None on the other ranks.
+        """Returns the objects of all ranks, in rank order, on the root; elsewhere None.
 
         Args:
             obj: this rank's object.
@@ -76,7 +72,7 @@ class Objects:
         return self.gather_for("objects.gather", obj, root)
 
     def gather_for(self, what: str, obj: Any, root: int = 0, argument: str = "root") -> list[Any] | None:
-        """Does the same as gather. Errors name the public function `what`, and its parameter `argument` for `root`."""
+        """Gather for the public function `what`, whose parameter `argument` is the root."""
         root = checked_rank(self._backend, what, argument, root)
         agreement = agreement_on(what, (), None, f"root {root}")
         data, sizes = self._run(agreement, self._parcel([obj]), root=root)
@@ -86,13 +82,13 @@ class Objects:
         """Returns the root's object, on every rank.
 
         Args:
-            obj: on the root, the object to send. `obj` is ignored on the other ranks.
+            obj: on the root, the object to send; ignored elsewhere.
             root: the rank whose object all ranks get.
         """
         return self.broadcast_for("objects.broadcast", obj, root)
 
     def broadcast_for(self, what: str, obj: Any = None, root: int = 0) -> Any:
-        """Does the same as broadcast. `what` is the name of the public function, for errors."""
+        """Broadcast for the public function `what`."""
         root = checked_rank(self._backend, what, "root", root)
         agreement = agreement_on(what, (), None, f"root {root}")
         is_root = self._backend.rank == root
@@ -100,11 +96,11 @@ class Objects:
         return obj if is_root else self._unpickle(data, root, agreement)
 
     def scatter(self, objs: Sequence[Any] | None = None, root: int = 0) -> Any:
-        """Returns this rank's object from the root's list. Each rank receives only its own object.
+        """Returns this rank's object of the root's list. Each rank receives only its own.
 
         Args:
-            objs: on the root, a list or tuple with one object for each rank. If the root passes anything else, every
-                rank raises InvalidArgument. `objs` is ignored on the other ranks.
+            objs: on the root, a list or tuple with one object for each rank (else all raise InvalidArgument); ignored
+                elsewhere.
             root: the rank that has the list.
         """
         backend = self._backend
@@ -119,7 +115,7 @@ class Objects:
 
         Args:
             obj: the object.
-            dest: the rank that receives it; it must not be this rank.
+            dest: the rank that receives it; not this rank.
         """
         dest = checked_rank(self._backend, "objects.send", "dest", dest, is_self_allowed=False)
         mine = self._parcel([obj])
@@ -135,7 +131,7 @@ class Objects:
         """Returns the object that another rank sends with objects.send.
 
         Args:
-            source: the rank that sends it; it must not be this rank.
+            source: the rank that sends it; not this rank.
         """
         source = checked_rank(self._backend, "objects.recv", "source", source, is_self_allowed=False)
         agreement = self._message_agreement(source, self._backend.rank)
@@ -178,16 +174,14 @@ class Objects:
         """Runs one collective: exchanges the sizes of the objects, then moves the pickled objects.
 
         Args:
-            agreement: the Agreement that describes this collective, for the comparison between the ranks.
-            mine: this rank's pickled objects, or the reason why it cannot send them.
-            count: how many objects one rank can send in this collective.
-            root: the only rank that gets the objects; None if all ranks get them.
-            sender: the only rank that sends objects, one to each rank; None if each rank sends its objects to all
-                ranks, or to the root.
+            agreement: what the ranks compare.
+            mine: this rank's pickled objects, or why it cannot send them.
+            count: how many objects one rank can send.
+            root: the only rank that gets the objects; None if all do.
+            sender: the only rank that sends objects, one to each; None if each rank sends its own.
 
         Returns:
-            The bytes of the pickled objects that this rank gets, in rank order; and for each rank the sizes of the
-            rank's pickled objects.
+            The pickled objects that this rank gets, one after the other in rank order; and the sizes of each rank's.
         """
         backend, arrays, rank = self._backend, self._backend.arrays, self._backend.rank
         what = agreement.describe().what
@@ -195,7 +189,7 @@ class Objects:
         with self._communicator._lifetime.turn(what, agreement):
             shared = backend.share_numbers(mine.numbers(count), agreement)
             is_refused = any(sizes[0] < 0 for sizes in shared)
-            if is_refused:  # all ranks get the reasons instead of the objects
+            if is_refused:  # all ranks get the reasons in place of objects
                 sent, root, sender = mine.refusal or b"", None, None
                 shared = [[max(0, -sizes[0])] for sizes in shared]
             else:
@@ -216,14 +210,14 @@ class Objects:
                     backend.gather(source, target if rank == root else None, bounds, root, agreement)
                 launch.write_back(target, data)
             launch.wait()
-        if is_refused:  # after the collective, because an error within it would end the communicator
+        if is_refused:  # after the collective: within it an error would end the communicator
             parts = enumerate(pairwise(bounds))
             reasons = {rank: data[begin:end].tobytes().decode() for rank, (begin, end) in parts if end > begin}
             raise self._refused(reasons, agreement) from mine.cause
         return data, shared
 
     def _parcel_for_each(self, objs: Any) -> _Parcel:
-        """Pickles the argument of scatter: a list with one object for each rank."""
+        """Pickles what scatter got: a list with one object for each rank."""
         needed = self._backend.world_size
         if not isinstance(objs, (list, tuple)):
             return _Parcel.refuse(f"needs a list of {needed} objects, one for each rank, got {type(objs).__name__}")
@@ -232,14 +226,14 @@ class Objects:
         return self._parcel(objs)
 
     def _parcel(self, objs: Sequence[Any]) -> _Parcel:
-        """Pickles objects. Call this method before the collective begins, because pickling runs code of the objects."""
+        """Pickles objects: before the collective begins, because it runs code of theirs."""
         pickles = []
         for number, obj in enumerate(objs):
             try:
                 pickles.append(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
             except KeyboardInterrupt:
                 raise
-            except BaseException as error:  # also SystemExit, because the other ranks wait for this rank
+            except BaseException as error:  # SystemExit too: the other ranks wait for this one
                 which = "its object" if len(objs) == 1 else f"its object for rank {self._backend.ranks[number]}"
                 return _Parcel.refuse(f"{which} cannot be pickled: {describe(error)}", error)
         return _Parcel(pickles)
@@ -268,11 +262,11 @@ class Objects:
 
 
 class _Parcel(NamedTuple):
-    """The pickled objects that one rank sends in a collective, or the reason why it cannot send them.
+    """The pickled objects that one rank sends in a collective, or why it cannot.
 
     Attributes:
         pickles: the pickled objects, in order; may be empty.
-        refusal: the reason why the rank cannot send its objects, as UTF-8 text; None if it can.
+        refusal: why the rank cannot send its objects, as UTF-8 text; None if it can.
         cause: the exception that is the reason, if there is one.
     """
 
@@ -282,13 +276,10 @@ class _Parcel(NamedTuple):
 
     @classmethod
     def refuse(cls, reason: str, cause: BaseException | None = None) -> _Parcel:
-        """Returns the parcel of a rank that cannot send its objects, with the reason."""
+        """Returns the parcel of a rank that cannot send its objects."""
         return cls([], reason[:_MAX_REASON_CHARACTERS].encode(errors="backslashreplace"), cause)
 
     def numbers(self, count: int) -> list[int]:
-        """Returns `count` numbers: the size of each pickled object, then zeros.
-
-        If this rank cannot send its objects, the first number is negative: minus the length of `refusal`.
-        """
+        """Returns the size of each pickled object, then zeros, `count` in all; a refusal has a negative one first."""
         sizes = [len(data) for data in self.pickles] if self.refusal is None else [-len(self.refusal)]
         return sizes + [0] * (count - len(sizes))

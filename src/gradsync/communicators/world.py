@@ -1,8 +1,6 @@
-"""The communicator of all ranks (the world), as a variable that the layers below process_group.py can read.
+"""The communicator of all ranks (the world), where the rooms below process_group.py can read it: `current`.
 
-Bucketing is a layer below process_group.py, so it cannot import that module. Bucketing reads the variable `current` of
-this module; only calls from process_group.py change `current`. Within `with gs.override_backend(name)`, `current` is
-the communicator of all ranks over the backend `name`.
+Only process_group.py changes it. Within `with gs.override_backend(name)` it is the communicator over that backend.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ class _Override:
 
     Attributes:
         backend: the backend's name.
-        communicator: the communicator that replaces the world's communicator. None if there was no world when the
-            block began, or if the world has been replaced or has ended since then.
+        communicator: what replaces the world's communicator; None if there was no world when the block began, or the
+            world has been replaced or has ended since.
     """
 
     def __init__(self, backend: str, communicator: Communicator | None) -> None:
@@ -31,12 +29,12 @@ class _Override:
 
 _world: Communicator | None = None
 _overrides: list[_Override] = []
-#: The result of get_world(). This is a variable, not a function, because callbacks read it for each gradient.
+#: What get_world() returns: a variable, because callbacks read it for each gradient.
 current: Communicator | None = None
 
 
 def set_world(communicator: Communicator | None) -> None:
-    """Sets the world's communicator. Only process_group.py calls this function."""
+    """Sets the world's communicator, for process_group.py only."""
     global _world
     _world = communicator
     for override in _overrides:
@@ -45,23 +43,23 @@ def set_world(communicator: Communicator | None) -> None:
 
 
 def get_initial_world() -> Communicator | None:
-    """Returns the communicator that init_process_group() has made; None if there is no process group."""
+    """Returns the communicator that init_process_group() has made; None without a process group."""
     return _world
 
 
 def get_world() -> Communicator | None:
-    """Returns the communicator that `group=None` means; None if there is no process group."""
+    """Returns the communicator that `group=None` means; None without a process group."""
     return current
 
 
 def overriding_backend() -> str | None:
-    """Returns the name of the backend of the innermost override_backend block; None outside of such a block."""
+    """Returns the backend of the innermost override_backend block; None outside of one."""
     return _overrides[-1].backend if _overrides else None
 
 
 @contextmanager
 def overriding(backend: str, communicator: Communicator | None) -> Iterator[Communicator | None]:
-    """Replaces the world's communicator within a `with` block. Only process_group.py calls this function."""
+    """Replaces the world's communicator within a `with` block, for process_group.py only."""
     override = _Override(backend, communicator)
     _overrides.append(override)
     _update()
@@ -79,16 +77,16 @@ def _update() -> None:
 
 
 def group_or_world(group: Communicator | None, what: str, argument: str = "group") -> Communicator:
-    """Returns `group`, or the world's communicator if `group` is None.
+    """Returns `group`, or the world if it is None.
 
     Args:
         group: the argument of a public function.
-        what: the name of the public function in errors.
-        argument: the name of the argument in errors.
+        what: that function's name in errors.
+        argument: the argument's name in errors.
 
     Raises:
-        InvalidArgument: `group` is neither a Communicator nor None, this rank is not a member of `group`, or `group` is
-            None and the process group is not initialised.
+        InvalidArgument: `group` is neither a Communicator nor None, this rank is not a member of it, or there is no
+            process group.
     """
     if isinstance(group, Communicator):
         return group
