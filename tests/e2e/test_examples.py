@@ -1,4 +1,4 @@
-"""The examples and the README do what they say."""
+"""The examples do what they say. (Those that a page shows: test_pages.py.)"""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib.util
 import json
 import re
 import runpy
-import shlex
 import sys
 from pathlib import Path
 
@@ -30,21 +29,6 @@ def run(cli):
         return done.out.replace("[rank 0] ", "")
 
     return run
-
-
-# -- The README --------------------------------------------------------------------------------------------------------
-
-
-def test_the_program_of_the_readme_is_the_example():
-    assert f"```python\n{(EXAMPLES / 'own_loop.py').read_text()}```\n" in (ROOT / "README.md").read_text()
-
-
-def test_commands_print_what_the_readme_says(cli):
-    shown = re.findall(r"```console\n\$ gradsync ([^\n]+)\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert shown
-    for words, output in shown:
-        done = cli(*shlex.split(words), cwd=ROOT)
-        assert (done.code, done.out) == (0, output), done.err
 
 
 def test_every_example_is_in_the_table():
