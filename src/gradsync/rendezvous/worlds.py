@@ -766,9 +766,9 @@ class Worlds:
         if running is None or all(member.min_ranks is None for member in generation.members.values()):
             missing = generation.missing()
             return missing, generation.states(missing)
-        if missing := _left_of(running, generation):
+        if missing := tuple([number for number in _left_of(running, generation) if number not in generation.late]):
             return missing, generation.states(missing)
-        needed, has = _needed(generation.world, running, generation), len(generation.members)
+        needed, has = _needed(generation.world, running, generation), len(generation.members) + len(generation.late)
         absent = generation.missing()
         return absent, f"{generation.states(absent)}; {has} came, and {needed} are needed at least"
 

@@ -1,0 +1,238 @@
+"""gs.rebuild(): after a death, or at a step's edge, the ranks that are left make a new world."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+from arrays import arrays_of
+
+ON = {"shm": (4,), "fake": (3,)}
+
+
+def mean_over(sync, comm, value):
+    """The mean of `value` over the world, by a callback."""
+    with sync.backward():
+        sync("w", arrays_of(comm).xp.full(3, float(value)))
+    return float(sync.results()["w"][0])
+
+
+def die(comm, rank):
+    """Lets a rank die, and the others find it in a barrier."""
+    comm.barrier()
+    if comm.rank == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(gs.RankFailed) as caught:
+        comm.barrier()
+    assert caught.value.rank == rank
+
+
+@pytest.mark.ranks(on=ON, ends={1: -9})
+def test_the_ranks_that_are_left_go_on(comm):
+    sync, old, size = gs.AllreduceCallback(), comm, comm.world_size
+    assert (comm.member, comm.most_advanced) == (comm.rank, 0)
+    mean_over(sync, comm, comm.member)
+    die(comm, 1)
+    comm = gs.rebuild()
+    members = [member for member in range(size) if member != 1]
+    assert (comm.world_size, comm.rank, comm.member) == (size - 1, members.index(old.member), old.member)
+    assert comm is gs.get_communicator() is gs.WORLD
+    assert mean_over(sync, comm, comm.member) == np.mean(members)
+    assert comm.objects.all_gather(comm.member) == members
+    assert gs.comm.get_rank() == comm.rank
+
+
+@pytest.mark.ranks(on=ON, ends={0: -9, 2: -9})
+def test_one_after_the_other_dies(comm):
+    sync, size = gs.AllreduceCallback("sum"), comm.world_size
+    for gone, rank in enumerate([0, 1], 1):  # rank 1 of the second world was rank 2
+        die(comm, rank)
+        comm = gs.rebuild()
+        assert comm.world_size == size - gone
+        assert mean_over(sync, comm, 1.0) == size - gone
+
+
+@pytest.mark.ranks(4, on=("shm",), ends={0: -9, 3: -9})
+def test_two_die_at_once(comm):
+    if comm.rank in (0, 3):
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(gs.RankFailed):
+        while True:
+            comm.barrier()
+    comm = gs.rebuild()
+    while comm.world_size > 2:  # the second death came after the first rebuild
+        with pytest.raises(gs.RankFailed):
+            comm.barrier()
+        comm = gs.rebuild()
+    assert comm.objects.all_gather(comm.member) == [1, 2]
+
+
+@pytest.mark.ranks(on={"shm": (3,), "fake": (2,)}, fresh=True)
+def test_at_the_edge_of_a_step_all_go_on_as_they_are(comm):
+    sync = gs.AllreduceCallback()
+    for steps in range(3):
+        assert comm.completed_steps == steps
+        mean_over(sync, comm, 1.0)
+        comm = gs.rebuild()
+        assert (comm.rank, comm.completed_steps) == (comm.member, steps + 1)
+
+
+@pytest.mark.ranks(3, on=("shm",), ends={2: -9})
+def test_the_rank_with_the_most_steps_is_known(comm):
+    sync = gs.AllreduceCallback(name="of all")
+    for _ in range(3):
+        mean_over(sync, comm, 1.0)
+    pair = comm.new_group([0, 1])
+    if comm.rank == 1:  # as one that has ended a flush in which the others failed
+        comm.completed_steps += 1
+    die(comm, 2)
+    comm = gs.rebuild()
+    assert (comm.most_advanced, comm.completed_steps) == (1, 4)
+    with pytest.raises(gs.CommunicatorClosed, match="make it again"):
+        pair.barrier()
+
+
+@pytest.mark.ranks(on={"shm": (3,), "fake": (3,)}, ends={2: -9})
+def test_what_belongs_to_the_old_world_cannot_be_used(comm):
+    group, old = comm.new_group([0, 1]), comm
+    bound = gs.AllreduceCallback(group=comm, name="bound")
+    die(comm, 2)
+    gs.rebuild()
+    for call in (old.barrier, lambda: old.all_reduce(arrays_of(old).xp.zeros(1)), lambda: mean_over(bound, old, 1.0)):
+        with pytest.raises(gs.CommunicatorClosed, match=r"gs\.rebuild\(\) has made a new world: make it again"):
+            call()
+    if group:
+        with pytest.raises(gs.CommunicatorClosed, match="make it again"):
+            group.barrier()
+    old.close()
+    again = gs.new_group([0])
+    assert not again or again.world_size == 1
+
+
+class Doubling:
+    """A hook with a state."""
+
+    calls = 0
+
+    def __call__(self, bucket):
+        self.calls += 1
+        bucket.communicator.all_reduce(bucket.buffer, bucket.op)
+
+    def reset(self):
+        self.calls = 0
+
+
+@pytest.mark.ranks(2, on=("shm",), fresh=True)
+def test_callbacks_begin_anew(comm):
+    sync, hook = gs.AllreduceCallback(clip_norm=1e9), Doubling()
+    sync.register_hook(hook)
+    mean_over(sync, comm, 1.0)
+    assert hook.calls == 1
+    assert sync.norm is not None
+    started = sync("another", np.ones(2))
+    comm = gs.rebuild()
+    with pytest.raises(gs.GradientCancelled, match="rebuild"):
+        started.result()
+    assert (hook.calls, sync.norm, sync.results()) == (0, None, {})
+    with sync.backward():  # other gradients than before: no step is known
+        sync("b", np.full(2, comm.rank, "float32"))
+    assert sync.results()["b"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.ranks(2, on=("shm",), fresh=True)
+def test_parameters_are_compared_anew(comm):
+    weights = np.zeros(3)
+    sync = gs.AllreduceCallback(parameters={"w": weights}, diverged="raise")
+    mean_over(sync, comm, 1.0)
+    weights += comm.rank
+    mean_over(sync, comm, 1.0)  # not yet: only every 1,000 steps
+    comm = gs.rebuild()
+    with pytest.raises(gs.PlanMismatch, match="'w'"):
+        mean_over(sync, comm, 1.0)
+
+
+@pytest.mark.ranks(2, on=("shm",), fresh=True)
+def test_pending_messages_of_the_old_world_fail(comm):
+    if comm.rank == 0:
+        future = comm.asynchronous.recv(np.zeros(2), 1)
+    comm = gs.rebuild()
+    if comm.rank == 0:
+        with pytest.raises(gs.CommunicatorClosed, match="make it again"):
+            future.wait()
+    comm.barrier()
+
+
+@pytest.mark.ranks(3, on=("shm",), fresh=True, options={"timeout_seconds": 20})
+def test_a_rank_that_is_left_and_does_not_come_is_named(comm):
+    if comm.rank == 2:
+        time.sleep(1.5)
+        return
+    with pytest.raises(gs.RendezvousTimeout, match=r"rank 2 \(runs, and has not called gs\.rebuild\(\)\)") as caught:
+        gs.rebuild(timeout_seconds=0.5)
+    assert caught.value.missing_ranks == (2,)
+
+
+@pytest.mark.ranks(3, on=("shm",), fresh=True)
+def test_a_rank_that_leaves_is_not_awaited(comm):
+    if comm.rank == 0:
+        gs.destroy_process_group()
+        return
+    time.sleep(0.2)
+    comm = gs.rebuild()
+    assert comm.objects.all_gather(comm.member) == [1, 2]
+
+
+@pytest.mark.ranks(3, on=("shm",), ends={0: -9})
+def test_too_few_are_refused(comm):
+    die(comm, 0)
+    with pytest.raises(gs.RendezvousTimeout, match=r"rank 0 \(not joined\); 2 came, and 3 are needed at least"):
+        gs.rebuild(min_ranks=3, timeout_seconds=0.5)
+    time.sleep(0.5)  # so that the other one has heard, too
+    assert gs.rebuild(min_ranks=2).world_size == 2
+
+
+@pytest.mark.ranks(2, on=("shm",), fresh=True)
+def test_an_exception_in_the_body_ends_the_new_world(comm):
+    with gs.rebuild() as comm:
+        comm.barrier()
+    assert not gs.is_initialized()
+
+
+@pytest.mark.ranks(2, on=("mpi",))
+def test_mpi_cannot_go_on_without_a_rank(comm):
+    with pytest.raises(gs.BackendUnavailable, match="MPI ends the whole job when a rank dies"):
+        gs.rebuild()
+    comm.barrier()
+
+
+@pytest.mark.ranks(1, on=("local",), fresh=True)
+def test_a_world_of_one_goes_on(comm):
+    sync = gs.AllreduceCallback()
+    mean_over(sync, comm, 1.0)
+    new = gs.rebuild()
+    assert (new.world_size, new.member, new.completed_steps) == (1, 0, 1)
+    assert comm.closed
+    assert mean_over(sync, new, 2.0) == 2.0
+
+
+@pytest.mark.ranks(2, on=("shm",), fresh=True)
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"min_ranks": 0}, "from 1 to 2"), ({"min_ranks": 3}, "from 1 to 2"), ({"timeout_seconds": -1}, "timeout_seconds")],
+)
+def test_wrong_arguments_are_told_at_once(comm, options, error):
+    with pytest.raises(gs.InvalidArgument, match=error):
+        gs.rebuild(**options)
+    with gs.override_backend("shm"), pytest.raises(gs.InvalidArgument, match="outside of the block"):
+        gs.rebuild()
+    comm.barrier()
+
+
+def test_without_a_process_group_it_says_so():
+    with pytest.raises(gs.InvalidArgument, match="rebuild: the process group is not initialised"):
+        gs.rebuild()
