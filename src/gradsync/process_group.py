@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, NoReturn, ParamSpec, TypeVar
 
@@ -250,7 +250,7 @@ def rebuild(*, min_ranks: int | None = None, timeout_seconds: float = 30.0) -> C
         if world.closed and world.world_size > 1:  # a forked child
             raise CommunicatorClosed(f"{label}: {world.ended_because}")
         _replace_world(world)
-        return _begin_world(connect("local", None, settings, "world"), settings, steps=steps)
+        return _begin_world(connect("local", None, settings, "world"), settings, [steps])
     deadline = time.monotonic() + timeout_seconds
     while True:
         left = max(deadline - time.monotonic(), 0.1)
@@ -568,15 +568,13 @@ def _connect_world(where: str, client: RendezvousClient, steps: int) -> Communic
         steps: how many steps this rank has completed.
     """
     assert _launched is not None
-    (wanted, settings), most_advanced = _launched, 0
+    (wanted, settings), progress = _launched, [0] * client.world_size
     member = settings.place.rank
     if client.numbers is not None:  # the world was rebuilt, perhaps when this rank joined
         with reporting(where, client):
             settings, progress = _compare(client, settings, steps)
-        steps = max(progress)
-        most_advanced = progress.index(steps)
     communicator = agree_and_connect(where, client, wanted, settings, "world")
-    return _begin_world(communicator, settings, member, most_advanced, steps)
+    return _begin_world(communicator, settings, progress, member)
 
 
 def _compare(client: RendezvousClient, settings: WorldSettings, steps: int) -> tuple[WorldSettings, list[int]]:
@@ -590,10 +588,11 @@ def _compare(client: RendezvousClient, settings: WorldSettings, steps: int) -> t
 
 
 def _begin_world(
-    communicator: Communicator, settings: WorldSettings, member: int = 0, most_advanced: int = 0, steps: int = 0
+    communicator: Communicator, settings: WorldSettings, steps: Sequence[int] = (0,), member: int = 0
 ) -> Communicator:
+    """Makes it the world; `steps` are those that its ranks have completed."""
     global _settings
-    communicator.member, communicator.most_advanced, communicator.completed_steps = member, most_advanced, steps
+    communicator.begin_as_world(member, steps)
     communicator.on_exit = _destroy_because_of
     _settings = settings
     set_world(communicator)

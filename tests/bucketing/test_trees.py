@@ -6,7 +6,9 @@ import collections
 import dataclasses
 import gc
 import os
+import signal
 import sys
+import threading
 import weakref
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -399,6 +401,23 @@ def test_a_tree_that_cannot_be_sent_is_refused_before_anything_is_sent(comm):
             gs.broadcast_tree([np.array([None])])
     gs.broadcast_tree([weights])
     assert not weights.any()
+
+
+@pytest.mark.ranks(3, ends={0: -signal.SIGKILL})
+@pytest.mark.parametrize("milliseconds", [15, 40, 80])
+def test_a_root_that_dies_leaves_nobody_half_of_its_state(comm, milliseconds):
+    """It sends 1, 2, 3 ..., until it is killed, most likely in the middle of its arrays."""
+    state = [np.zeros(500_000) for _ in range(8)]
+    gs.average_gradients(np.zeros(1))  # a step: there is a state
+    if comm.rank == 0:
+        threading.Timer(milliseconds / 1e3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    with pytest.raises(gs.RankFailed):
+        while True:
+            if comm.rank == 0:
+                for array in state:
+                    array += 1
+            gs.broadcast_tree(state)
+    assert len(set(np.concatenate(state))) == 1
 
 
 @pytest.mark.ranks(2)

@@ -235,8 +235,12 @@ def communicator_and_root(what: str, communicator: Communicator | None, root: in
     return communicator, number
 
 
-def broadcast_named(what: str, named: Sequence[tuple[str, Array]], root: int, communicator: Communicator) -> None:
+def broadcast_named(
+    what: str, named: Sequence[tuple[str, Array]], root: int, communicator: Communicator, *, at_once: bool = False
+) -> None:
     """Broadcasts arrays, once the ranks agree on their names, shapes and dtypes, and all can be written to.
+
+    `at_once`: see broadcast_list.
 
     Raises:
         InvalidArgument: a rank cannot write into one of its arrays. All ranks raise it.
@@ -255,4 +259,4 @@ def broadcast_named(what: str, named: Sequence[tuple[str, Array]], root: int, co
             f"{communicator.label}: {what} writes into the given arrays, but {named[first][0]} is read-only or "
             f"overlaps itself on {name_ranks(ranks)}: pass a copy; nothing was written"
         )
-    broadcast_list(communicator, [native for _, native in named], root, agreement)
+    broadcast_list(communicator, [native for _, native in named], root, agreement, at_once=at_once)

@@ -839,7 +839,7 @@ class Step:
         self._results = self._grads | self._values if self._values else self._grads
         self._results_end = work
         assert self._communicator is not None
-        self._communicator.completed_steps += 1
+        self._communicator.count_step()
         self._finish(None, work)
 
     def _end_unreduced(self) -> None:

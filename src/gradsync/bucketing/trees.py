@@ -329,6 +329,9 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     must trust the root. Only the returned tree has the root's other values; the given tree keeps its own. What a JAX
     pytree does not list among its children, such as static fields, is not sent.
 
+    Once the ranks have made a step, they write to their arrays only when all have arrived, for which they need memory
+    for a second copy: if a rank dies meanwhile, no other is left with half of a state.
+
     Args:
         tree: the tree of this rank. The function does not change the tree's containers.
         root: the rank whose values all ranks get.
@@ -380,7 +383,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
             f"first difference of each rank from rank {communicator.ranks[root]} (the root):{lines}",
             descriptions=differences,
         )
-    broadcast_named("broadcast_tree", named, root, communicator)
+    broadcast_named("broadcast_tree", named, root, communicator, at_once=communicator.has_begun)
     return whole
 
 

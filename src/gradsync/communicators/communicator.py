@@ -49,7 +49,9 @@ class Communicator(Collectives):
         member: this process's rank at launch, which stays when gs.rebuild() numbers the ranks of the world anew.
         most_advanced: of the world's communicator after gs.rebuild(): the rank, or one of those, with the most steps;
             else 0. Broadcast the state of the training from it.
-        completed_steps: the number of flushes that callbacks have completed on it, since the start of the ranks.
+        completed_steps: the number of flushes that callbacks have completed, since the start of the ranks. A rank that
+            joins later, or is behind, has the number of the others only when it has completed one with them: until then
+            it may not have their state.
         recorder: the flight recorder: this rank's last collectives and messages on this communicator.
             `print(comm.recorder)` shows them.
         on_exit: a function that the end of a `with` block calls, with its exception or None, instead of close() or
@@ -68,7 +70,23 @@ class Communicator(Collectives):
         self.member = backend.ranks[backend.rank]
         self.most_advanced = 0
         self.completed_steps = 0
+        self._completed_before = 0
         self.on_exit: Callable[[BaseException | None], None] | None = None
+
+    def begin_as_world(self, member: int, completed_steps: Sequence[int]) -> None:
+        """Begins as the world's communicator; `completed_steps` are those of its ranks in worlds before."""
+        self.member, self.completed_steps = member, completed_steps[self.rank]
+        self._completed_before = max(completed_steps)
+        self.most_advanced = completed_steps.index(self._completed_before)
+
+    def count_step(self) -> None:
+        """Counts a flush that callbacks have completed."""
+        self.completed_steps = max(self.completed_steps, self._completed_before) + 1
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some rank has completed a step, so that there is a state to lose."""
+        return max(self.completed_steps, self._completed_before) > 0
 
     def __getattr__(self, name: str) -> NoReturn:
         no_attribute("a Communicator", "'Communicator' object", name, dir(self))

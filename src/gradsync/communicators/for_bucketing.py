@@ -202,7 +202,9 @@ def has_failed(communicator: Communicator) -> bool:
     return communicator._lifetime.has_failed
 
 
-def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: int, agreement: Agreement) -> None:
+def broadcast_list(
+    communicator: Communicator, natives: Sequence[Array], root: int, agreement: Agreement, *, at_once: bool = False
+) -> None:
     """Copies the root's arrays into the arrays of the other ranks, in place, as one collective.
 
     Every rank must call it with arrays of the same shapes and dtypes, about which the ranks have just exchanged numbers
@@ -214,6 +216,8 @@ def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: i
             except on the root.
         root: the rank whose values all ranks get.
         agreement: the Agreement that describes this collective, for the comparison between the ranks.
+        at_once: whether to write to the arrays only when all have arrived, so that no rank is left with a part of the
+            root's values if the root dies meanwhile. It needs memory for copies, and the host waits.
 
     Raises:
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for Communicator.all_reduce.
@@ -221,13 +225,18 @@ def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: i
     """
     if not natives:
         return
-    backend = communicator._backend
+    backend, arrays = communicator._backend, communicator._arrays
+    into_copies = at_once and communicator.rank != root
+    received = [arrays.empty_like(native) for native in natives] if into_copies else natives
     with communicator._lifetime.turn("broadcast", agreement), backend.launching(None) as launch:
-        flats = [communicator._arrays.flat(native) for native in natives]
-        launch.keep(*natives, *flats)
+        flats = [arrays.flat(native) for native in received]
+        launch.keep(*received, *flats)
         backend.broadcast([flat.view(BYTE) for flat in flats], root, agreement)
         if communicator.rank != root:
-            for flat, native in zip(flats, natives, strict=True):
+            for flat, native in zip(flats, received, strict=True):
                 launch.write_back(flat, native)
-    if launch.has_host_results:
+    if into_copies or launch.has_host_results:
         launch.wait()
+    if into_copies:
+        for copy, native in zip(received, natives, strict=True):
+            native[...] = copy
