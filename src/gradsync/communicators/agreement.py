@@ -1,9 +1,8 @@
-"""An Agreement describes one collective, so that the ranks can check that all of them call the same collective.
+"""An Agreement describes one collective, so that the ranks can check that all call the same one.
 
-An Agreement has an 8-byte digest, which the ranks compare before data moves. If the digests differ, each rank sends its
-description of the collective, which is a list of lines, to the other ranks (see failures.py). Each rank then makes the
-error PlanMismatch from the lines of all ranks: what each rank calls and where, the first line that differs, and a
-remedy.
+They compare its 8-byte digest before data moves. If the digests differ, each rank sends the others its description in
+lines of text (failures.py), and makes PlanMismatch of all: what each rank calls and where, the first line that differs,
+and a remedy.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Shape = tuple[int | str, ...]
 
 
 class _OnBehalf(threading.local):
-    """The identifier of the thread for which a thread of gradsync compares a message."""
+    """The thread for which a thread of gradsync compares a message."""
 
     thread: int | None = None
 
@@ -48,10 +47,9 @@ on_behalf = _OnBehalf()
 
 
 def find_call_site() -> str:
-    """Returns the line of the user's program that called the current collective, e.g. "at train.py:41 in step".
+    """Returns the line of the user's program that called this collective, e.g. "at train.py:41 in step"; "" if unknown.
 
-    The text is "" if the line is not known. Call this function only before the collective returns, because it reads
-    the line from the stack.
+    It is read from the stack, so ask before the collective returns.
     """
     found = caller(on_behalf.thread)
     return "" if found is None else f"at {found}"
@@ -65,11 +63,10 @@ class Description(NamedTuple):
 
     Attributes:
         headline: the collective in one line, e.g. "all_reduce of float64[3] (sum)".
-        lines: the collective's list of arrays, e.g. "'w': float32[3, 4]", or other lines on which the ranks must agree.
-        callback: the AllreduceCallback that runs the collective, as text that is equal on ranks that use the same
-            callback; "" if the program itself calls the collective.
-        options: the options of the callback, for a bucket or the end of its step; otherwise "".
-        call_site: the line of the rank's program that called the collective; see find_call_site.
+        lines: its arrays, e.g. "'w': float32[3, 4]", or what else the ranks must agree on.
+        callback: the AllreduceCallback that runs it, as text that is equal on all ranks; "" if the program calls it.
+        options: the callback's options, for a bucket or the end of its step; otherwise "".
+        call_site: the line of the rank's program that called it; see find_call_site.
     """
 
     headline: str
@@ -88,14 +85,14 @@ class Description(NamedTuple):
         return f"{self.headline}, {self.call_site}" if self.call_site else self.headline
 
     def to_text(self) -> str:
-        """Returns the description as ASCII text, to be sent to the other ranks."""
+        """Returns the description as ASCII text, for the other ranks."""
         import json  # imported here to keep the start of a rank short
 
         return json.dumps([self.headline, self.callback, self.options, self.call_site, *self.lines])
 
     @classmethod
     def from_text(cls, text: str) -> Description:
-        """Returns the description of another rank, which has made the text with `to_text`."""
+        """Returns the description that another rank has made this text of."""
         import json  # imported here to keep the start of a rank short
 
         try:
@@ -106,7 +103,7 @@ class Description(NamedTuple):
 
 
 def array_text(dtype: object, shape: Shape) -> str:
-    """Returns the dtype and the shape of an array as text, e.g. "float32[3, 4]"."""
+    """Returns dtype and shape as text, e.g. "float32[3, 4]"."""
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
@@ -117,14 +114,13 @@ class Agreement(NamedTuple):
     """One event on which all ranks must agree: a collective, or a whole step of a callback.
 
     Attributes:
-        digest: a 64-bit number. Two ranks have equal digests if they run the same event, and in practice only then.
-        describe: a function that returns the Description. The function must not hold a reference to an array.
-        summarise: a function that returns the event in one line of text, called when the flight recorder is read. The
-            function must not hold a reference to an array. If `summarise` is None, `headline` of the Description is
-            used instead.
-        is_message: whether the event is a message between two ranks. Messages are not counted as collectives.
-        layout: how the elements of the arrays lie in memory: 0 for C order, else a number that stands for the layout of
-            all arrays. Ranks with different layouts can run the event only with copies in C order.
+        digest: 64 bits, equal on ranks that run the same event, and in practice only then.
+        describe: returns the Description. It must not hold a reference to an array.
+        summarise: returns the event in one line, when the flight recorder is read; None: the Description's headline
+            will do. It must not hold a reference to an array either.
+        is_message: whether it is a message between two ranks. Messages are not counted as collectives.
+        layout: how the elements lie in memory: 0 for C order, else a number that stands for the layout of all arrays.
+            Ranks with different layouts need copies in C order.
     """
 
     digest: int
@@ -138,7 +134,7 @@ class Agreement(NamedTuple):
         return self.describe().headline if self.summarise is None else self.summarise()
 
     def described(self) -> Description:
-        """Returns the description that this rank sends to the other ranks. Call it while the event runs."""
+        """Returns the description for the other ranks. Call it while the event runs."""
         return self.describe()._replace(call_site=find_call_site())
 
 
@@ -147,7 +143,7 @@ class LayoutsDiffer(Exception):
 
 
 def digest_of(*parts: object) -> int:
-    """Returns a 64-bit digest of repr() of the arguments. Arguments with the same repr() give the same digest."""
+    """Returns a 64-bit digest of the arguments' repr()."""
     text = "\x1f".join(map(repr, parts))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -161,13 +157,13 @@ def agreement_on(
     *,
     is_message: bool = False,
 ) -> Agreement:
-    """Returns the Agreement that describes one collective. Agreements are cached, as programs repeat their collectives.
+    """Returns the Agreement of one collective, from a cache: programs repeat their collectives.
 
     Args:
-        collective: the collective's name.
+        collective: its name.
         shape: the arrays' shape, with ROWS in place of a number of rows that may differ between ranks.
         dtype: the arrays' dtype. Dtypes that compare equal give equal digests.
-        detail: all other arguments that must be equal on all ranks, as text.
+        detail: all else that must be equal on all ranks, as text.
         is_message: see Agreement.
     """
     return Agreement(
@@ -194,7 +190,7 @@ def _summary(collective: str, shape: Shape, dtype: np.dtype[np.generic] | None, 
 
 
 def _identity(dtype: np.dtype[Any] | None) -> str:
-    """Returns a text that is equal for equal dtypes; str() of equal structured dtypes may differ in numpy.record."""
+    """Returns text that is equal for equal dtypes; str() of structured ones may differ in numpy.record."""
     if dtype is None or dtype.names is None:
         return str(dtype)
     return f"{dict(dtype.fields or {})} in {dtype.itemsize} bytes"
@@ -227,12 +223,12 @@ _SAME_VALUES = (
 def mismatch(
     label: str, agreement: Agreement, descriptions: Mapping[int, Description], *, broken: bool = False
 ) -> PlanMismatch:
-    """Returns the error that the ranks raise if they disagree on a collective, or if two ranks disagree on a message.
+    """Returns the error for ranks that disagree on a collective, or two on a message.
 
     Args:
         label: this rank's name in errors, e.g. "rank 0/2".
-        agreement: the Agreement that describes this rank's collective.
-        descriptions: the description of each rank.
+        agreement: what this rank was about to do.
+        descriptions: what each rank was, by rank.
         broken: whether the ranks found it after a launch.
     """
     by_rank = dict(sorted(descriptions.items()))
@@ -262,7 +258,7 @@ def mismatch(
 
 
 def _first_difference(parts: Sequence[Sequence[object]]) -> int:
-    """Returns the first index at which the sequences differ; if they do not, the length of the shortest sequence."""
+    """Returns the first index at which sequences differ; if none, the length of the shortest."""
     for position, values in enumerate(zip(*parts, strict=False)):
         if len(set(values)) > 1:
             return position
@@ -297,7 +293,7 @@ def _remedy(descriptions: Mapping[int, Description]) -> str:
 
 
 def _remedy_for_launched(launched: Mapping[int, Sequence[str]]) -> str:
-    """Returns the remedy for ranks that have launched these collectives, of which the first ones differ."""
+    """Returns the remedy for ranks that have launched these collectives, the first of which differ."""
     callbacks = [lines[0].partition(OF_CALLBACK)[2] if lines else "" for lines in launched.values()]
     return _ONE_ORDER if all(callbacks) and len(set(callbacks)) > 1 else _SAME_ORDER
 
@@ -331,7 +327,7 @@ def _remedy_for_lines(descriptions: Mapping[int, Description], same: str) -> str
 
 
 def _without_rows(headline: str) -> str:
-    """Returns the headline of a collective without the first number of its array's shape."""
+    """Returns a collective's headline without the first number of its array's shape."""
     return re.sub(r"\[\d+", "[", headline)
 
 

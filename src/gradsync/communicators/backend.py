@@ -120,12 +120,12 @@ class Backend(ABC):
     """Moves bytes between the ranks of one communicator.
 
     Args:
-        client: this rank's rendezvous client, whose members are the communicator's ranks; None for a world of one rank.
+        client: this rank's rendezvous client, whose members are the communicator's ranks; None for a world of one.
         group: the communicator's name, unique since the last init_process_group().
         timeout_seconds: how long a collective waits for another rank.
 
     Attributes:
-        name: the backend's name: "shm", "nccl", ...
+        name: "shm", "nccl", ...
         device: the device of the backend's arrays: "cpu", or a CUDA device such as "cuda:0".
         arrays: the functions for the backend's arrays: an ArrayKind for NumPy, DeviceArrays for CuPy.
         on_gpu: whether collectives run on a GPU, beside the host. A method then launches, and does not wait until the
@@ -163,7 +163,7 @@ class Backend(ABC):
         agreement: Agreement,
         factor: Any = 1.0,
     ) -> None:
-        """Reduces each source over all ranks, and writes the result to the target with the same index.
+        """Reduces each source over all ranks into the target of the same index.
 
         There is at least one source, and all have the same dtype. A target has the size and dtype of its source, and is
         the source itself, or shares no memory with any source.
@@ -191,7 +191,7 @@ class Backend(ABC):
 
     @abstractmethod
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
-        """Reduces the sources of all ranks, and writes each rank's part of the result to that rank's target.
+        """Reduces the sources of all ranks; each rank's target gets its part of the result.
 
         The target may be exactly this rank's part of the source.
         """
@@ -225,7 +225,7 @@ class Backend(ABC):
 
     @abstractmethod
     def barrier(self, agreement: Agreement) -> None:
-        """Waits until all ranks have called this method."""
+        """Waits until all ranks have called it."""
 
     # -- Messages ----------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class Backend(ABC):
 
     @abstractmethod
     def connect_group(self, members: tuple[int, ...], name: str) -> Backend:
-        """Returns the backend of a new group. Only the group's members call this method.
+        """Returns the backend of a new group. Only its members call it.
 
         Args:
             members: the members' ranks in this communicator; members[i] has rank i in the group.
@@ -265,11 +265,11 @@ class Backend(ABC):
     def announce(self, aborted_because: str | None = None, culprit: int | None = None) -> None:
         """Tells the other ranks that this rank has closed the communicator, or that all must abort it.
 
-        This method must neither block nor raise.
+        It must neither block nor raise.
 
         Args:
-            aborted_because: the reason of the abort; None if the communicator was closed.
-            culprit: the world rank that has failed; None if it is this rank.
+            aborted_because: why it is aborted; None: it was closed.
+            culprit: the world rank that has failed; None: this rank.
         """
 
     @abstractmethod
@@ -279,39 +279,33 @@ class Backend(ABC):
     # -- What most backends need not write ---------------------------------------------------------------------
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
-        """Reduces the sources of all ranks, and writes the result to the root's target, which may be its source.
-
-        The other ranks pass None as target.
-        """
+        """Reduces the sources of all ranks into the root's target, which may be its source; the others pass None."""
         self.all_reduce([source], [self.arrays.empty_like(source) if target is None else target], op, agreement)
 
     def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        """Copies the sources of all ranks into the root's target, in rank order. The other ranks pass None as target.
+        """Copies the sources of all ranks into the root's target, in rank order; the others pass None.
 
-        The root's source may be exactly the root's part of the target.
+        The root's source may be exactly its part of the target.
         """
         sent, received = self.only_part(root, source.size), bounds
         if target is None:
-            # Not source[:0], because `source` may be read-only.
+            # Not source[:0]: `source` may be read-only.
             target, received = np.empty(0, np.uint8), self.only_part(root, 0)
         self.all_to_all(source, target, sent, received, largest_part(bounds), agreement)
 
     def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        """Copies each rank's part of the root's source into that rank's target. The other ranks pass None as source."""
+        """Copies each rank's part of the root's source into that rank's target; the others pass None as source."""
         sent, received = bounds, self.only_part(root, target.size)
         if source is None:
             source, sent = target[:0], self.only_part(root, 0)
         self.all_to_all(source, target, sent, received, largest_part(bounds), agreement)
 
     def only_part(self, rank: int, size: int) -> Bounds:
-        """Returns the bounds of the ranks' parts if all `size` elements are the part of one rank."""
+        """Returns the bounds of the ranks' parts where all `size` elements are one rank's."""
         return bounds_of([size if other == rank else 0 for other in range(self.world_size)], 1)
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """All-gathers a list of int64 numbers, of equal length on all ranks; returns the list of each rank.
-
-        The method returns when the numbers are in host memory.
-        """
+        """All-gathers int64 numbers, equally many on all ranks; returns each rank's list, in host memory."""
         mine = np.array(numbers, np.int64)
         shared = np.empty((self.world_size, mine.size), np.int64)
         bounds = bounds_of([mine.nbytes] * self.world_size, 1)
@@ -326,8 +320,8 @@ class Backend(ABC):
     def raise_if_ended(self, missing: list[int]) -> None:
         """Raises RankFailed if any rank has aborted the communicator, or a rank in `missing` has closed it.
 
-        It is called while this communicator runs no collective, by a rank that waits for others at the server. The
-        caller asks the server for failures, so this method need not.
+        A rank that waits for others at the server calls it, while no collective runs. It asks the server for failures
+        itself.
         """
 
     # -- For a GPU ---------------------------------------------------------------------------------------------
@@ -336,8 +330,7 @@ class Backend(ABC):
         """Returns the caller's stream as `launching` takes it; called before the collective begins.
 
         Raises:
-            InvalidArgument: `stream` is not a stream, or belongs to another device; or `stream` or the current stream
-                is capturing a CUDA graph.
+            InvalidArgument: it is not a stream, or another device's; or it or the current stream captures a CUDA graph.
         """
         return stream
 
@@ -389,24 +382,24 @@ class Backend(ABC):
         raise NotImplementedError
 
     def drain(self) -> None:
-        """Waits a limited time for launched work, its done-callbacks, and until the server knows of a failure.
+        """Waits for a limited time for launched work and its done-callbacks, and until the server knows of a failure.
 
         It is the first step of close(), also after the communicator has ended.
         """
 
 
 def checked_rank(backend: Backend, what: str, name: str, rank: object, *, is_self_allowed: bool = True) -> int:
-    """Returns `rank` as an int, after checking that it is a rank of the communicator.
+    """Returns `rank` as an int, which must be a rank of the communicator.
 
     Args:
-        backend: the backend of the communicator.
-        what: the name of the public method in errors.
-        name: the name of the argument in errors.
-        rank: the value of the argument.
-        is_self_allowed: whether the argument may be this rank.
+        backend: the communicator's backend.
+        what: the public method's name in errors.
+        name: the argument's name in errors.
+        rank: the argument.
+        is_self_allowed: whether it may be this rank.
 
     Raises:
-        InvalidArgument: the argument is not a rank of the communicator, or is this rank and `is_self_allowed` is False.
+        InvalidArgument: it is no rank of the communicator, or it is this rank and may not be.
     """
     number = integer_of(rank)
     if number is None or not 0 <= number < backend.world_size or (number == backend.rank and not is_self_allowed):
@@ -418,12 +411,12 @@ def checked_rank(backend: Backend, what: str, name: str, rank: object, *, is_sel
 
 
 def part_of(bounds: Bounds, rank: int) -> slice:
-    """Returns the slice of a flat array that is one rank's part."""
+    """Returns one rank's part of a flat array, as a slice."""
     return slice(bounds[rank], bounds[rank + 1])
 
 
 def largest_part(bounds: Bounds) -> int:
-    """Returns the number of elements of the largest part."""
+    """Returns the size of the largest part."""
     return max([end - begin for begin, end in pairwise(bounds)])
 
 

@@ -1,10 +1,9 @@
 """Failures of other ranks: a communicator reports long waits to the rendezvous server, and gets failures from it.
 
-The rendezvous server logs the reported waits. If a wait reaches its deadline, the server asks every rank for its
-status, which the functions at the end of this file return. Then the server sends the same error to every rank. A
-backend may find only a consequence of a failure, such as a broken connection. Then the backend waits for a short time
-for the server's error, which names the cause (await_cause). If the ranks disagree on a collective, they exchange their
-descriptions of it through the server.
+The server logs the waits. If one reaches its deadline, it asks every rank for its status, which the functions at the
+end of this file return, and sends all ranks one error. A backend may find only a consequence of a failure, such as a
+broken connection; then it waits a moment for the server's error, which names the cause (await_cause). Ranks that
+disagree on a collective exchange their descriptions of it through the server.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ CAUSE_SECONDS = 2.0
 # The same where the cause is a deadline: the server first asks all ranks where they are, for 5 s at most.
 VERDICT_SECONDS = 7.0
 TEXTS_WITHIN_SECONDS = 5.0  # how long a rank waits for the descriptions of a collective by the other ranks
-_STORED_TEXT_SECONDS = 0.25  # after that time: the time limit for each piece of a description that the server has
+_STORED_TEXT_SECONDS = 0.25  # after that: how long for each piece of a description that the server has
 _CHECK_EVERY_SECONDS = 0.02
-_ASK_AGAIN_AFTER_SECONDS = 1.0  # after this time without an answer of the server, a rank checks for failures
+_ASK_AGAIN_AFTER_SECONDS = 1.0  # without an answer of the server; then a rank checks for failures
 
 T = TypeVar("T")
 _LAST_COLLECTIVES = 8  # of each group, in the report when a collective does not end
 
 
 def await_cause(seconds: float, check: Callable[[], None]) -> None:
-    """Calls `check` repeatedly for `seconds`. `check` raises the cause of a failure once the cause is known."""
+    """Calls `check` again and again for `seconds`: it raises the cause of a failure once that is known."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         check()
@@ -53,17 +52,15 @@ def await_cause(seconds: float, check: Callable[[], None]) -> None:
 
 
 class FailureMonitor:
-    """Gets failures from the rendezvous server for one communicator, and reports the communicator's long waits.
+    """Gets failures from the rendezvous server for one communicator, and reports its long waits.
 
     Args:
         client: this rank's connection to the rendezvous server.
-        recorder: the communicator's flight recorder, which has an entry for the collective in which this rank waits.
+        recorder: the communicator's flight recorder, with an entry for the collective in which this rank waits.
 
     Attributes:
-        was_raised: whether this object has raised an error of the server, or the error for a lost server. The other
-            ranks get such an error too.
-        has_failed: a function that returns whether the server has sent a failure, or this rank has reported a failure.
-            The function takes 0.1 us.
+        was_raised: whether it has raised an error of the server, or that of a lost server; the other ranks get one too.
+        has_failed: returns, in 0.1 us, whether the server has sent a failure, or this rank has reported one.
         client: see Args.
         group: the communicator's name.
     """
@@ -77,7 +74,7 @@ class FailureMonitor:
         self._warned_of = -math.inf  # when the last reported collective began
 
     def check(self) -> None:
-        """Raises the failure that the server has sent, if there is one. This method never waits.
+        """Raises the failure that the server has sent, if there is one; never waits.
 
         Raises:
             RankFailed, CollectiveTimeout: the server has sent this failure.
@@ -101,13 +98,12 @@ class FailureMonitor:
         return None
 
     def warn(self, waited_seconds: float, missing: Sequence[int] | None, entry: Entry | None = None) -> None:
-        """Reports a wait of 5 s or more to the server, which logs it. Each wait is reported at most once.
+        """Reports a wait of 5 s or more to the server, which logs it; each wait at most once.
 
         Args:
             waited_seconds: how long this rank has waited.
-            missing: the world ranks for which this rank waits; None if this rank does not know them.
-            entry: the launched collective whose end this rank waits for. If `entry` is None, a thread waits in the
-                collective that began last.
+            missing: the world ranks that it waits for; None if it does not know them.
+            entry: the launched collective whose end it waits for; None: a thread waits in the one that began last.
         """
         if waited_seconds < WARN_AFTER_SECONDS:
             return
@@ -118,14 +114,13 @@ class FailureMonitor:
             self.client.report_waiting(self._recorder.group, *number_and_title, waited_seconds, missing)
 
     def time_out(self, waited_seconds: float, missing: Sequence[int] | None, entry: Entry | None = None) -> NoReturn:
-        """Reports to the server that a collective has reached its deadline, and raises the error that all ranks get.
+        """Tells the server that a collective has reached its deadline, and raises the error that all ranks get.
 
         For the arguments see `warn`.
 
         Raises:
-            CollectiveTimeout: the collective has reached its deadline. The error message names the missing ranks, if
-                they are known.
-            RankFailed: a rank was found dead or stopped (SIGSTOP), or another failure had occurred before.
+            CollectiveTimeout: it names the missing ranks, if they are known.
+            RankFailed: a rank was found dead or stopped (SIGSTOP), or another failure came before.
             RendezvousError: the server is gone.
         """
         number, what = _number_and_title(entry or self._recorder.last, is_launched=entry is not None)
@@ -136,9 +131,9 @@ class FailureMonitor:
         """Asks the server until it answers; meanwhile checks for failures, and reports a long wait.
 
         Args:
-            ask: a function; ask(seconds) returns the server's answer, or raises RendezvousTimeout after `seconds`.
+            ask: ask(seconds) returns the server's answer, or raises RendezvousTimeout after `seconds`.
             timeout_seconds: how long this rank waits for the answer.
-            check: a function that raises the reason if no answer will come.
+            check: raises the reason if no answer will come.
 
         Raises:
             CollectiveTimeout, RankFailed, RendezvousError: see time_out.
@@ -162,15 +157,13 @@ class FailureMonitor:
 def publish_description(client: RendezvousClient, group: str, position: int, text: str) -> None:
     """Stores this rank's description of an event on the server, for exchange_descriptions on the other ranks.
 
-    The text is stored in pieces; only the last piece is shorter than MAX_EVENT_BYTES.
-
-    This rank's descriptions of earlier events of the group are removed: all ranks have read them, because a rank reads
-    them before it begins its next event.
+    It is stored in pieces, of which only the last is shorter than MAX_EVENT_BYTES. Descriptions of the group's earlier
+    events go: a rank reads the others' before it begins its next event.
 
     Args:
         client: this rank's connection to the rendezvous server.
-        group: the communicator's name; for messages, the communicator's name and the two ranks.
-        position: the event's number in the group, equal on all ranks that disagree on the event.
+        group: the communicator's name; for messages, with the two ranks.
+        position: the event's number in the group, equal on all ranks that disagree on it.
         text: the Description, as text.
     """
     from gradsync.rendezvous.wire import MAX_EVENT_BYTES, event_prefix  # imported here to keep a rank's start short
@@ -201,15 +194,12 @@ def exchange_descriptions(
 ) -> dict[int, Description]:
     """Exchanges the descriptions of an event on which the ranks disagree, through the server.
 
-    The ranks raise PlanMismatch in any case. If the description of a rank does not arrive, the result has the reason
-    in place of the description.
-
     Args:
         client, group, position, text: see publish_description.
-        ranks: the world ranks that call this function for the event.
+        ranks: the world ranks that call this for the event.
 
     Returns:
-        The description of each rank.
+        Each rank's description; for one that does not arrive, the reason: the ranks raise PlanMismatch in any case.
     """
     own, deadline = client.world_ranks[client.rank], time.monotonic() + TEXTS_WITHIN_SECONDS
     found = {own: Description.from_text(text)}
@@ -250,15 +240,14 @@ def raise_if_left(
 ) -> None:
     """Raises RankFailed if another rank has closed the communicator without calling collective number `position`.
 
-    Only the NCCL and MPI backends call this function. A rank that closes one of their communicators reports this to the
-    server with `announce_left`.
+    For NCCL and MPI, where a rank that closes tells the server by `announce_left`.
 
     Args:
         client: this rank's rendezvous client, whose members are the communicator's ranks.
-        name: the name with which the ranks call `announce_left` for this communicator.
+        name: the communicator's name for `announce_left`.
         label: this rank's name in errors.
         position: the collective's number.
-        ranks: the world ranks that this rank needs, read after the server's answer; None if it needs all ranks.
+        ranks: the world ranks that this rank needs, read after the server's answer; None: all.
     """
     left = client.left_ranks(name)
     wanted = set(client.world_ranks if ranks is None else ranks) - {client.world_ranks[client.rank]}
@@ -268,11 +257,11 @@ def raise_if_left(
 
 
 def closed_failure(label: str, rank: int) -> RankFailed:
-    """Returns the error for a collective that needs a rank which has already closed the communicator.
+    """Returns the error for a collective that needs a rank which has closed the communicator.
 
     Args:
         label: this rank's name in errors, e.g. "rank 0/2".
-        rank: the world rank that has closed the communicator.
+        rank: the world rank that has closed it.
     """
     return RankFailed(
         f"{label}: rank {rank} closed the communicator while this rank still needed it; "
@@ -285,8 +274,8 @@ def closed_failure(label: str, rank: int) -> RankFailed:
 def _number_and_title(entry: Entry | None, *, is_launched: bool) -> tuple[int, str]:
     """Returns the number and the title of a collective or message, for the server's report.
 
-    The title of a message contains the program's current line of code, because the server adds no line of code to this
-    title. If two ranks wait for each other, each waits in a different message, and the user needs both lines of code.
+    The title of a message has the program's line of code, which the server does not add: two ranks that wait for each
+    other wait in different messages, and the user needs both lines.
     """
     from gradsync.rendezvous.wire import OF_MESSAGES  # imported here to keep the start of a rank short
 
@@ -302,11 +291,11 @@ def _number_and_title(entry: Entry | None, *, is_launched: bool) -> tuple[int, s
 
 
 # -- The status of this rank, for the report when a collective does not end -------------------------------------------
-# Any thread may call these functions.
+# Any thread may call these.
 
 
 def positions() -> dict[str, int]:
-    """Returns, for each reported group, the number of collectives that this rank has begun."""
+    """Returns how many collectives this rank has begun, by reported group."""
     return {recorder.group: recorder.begun for recorder in _reported_recorders()}
 
 
@@ -314,8 +303,8 @@ def status_report() -> tuple[str, dict[str, list[tuple[int, int, str, bool]]]]:
     """Returns the last collectives of each reported group (see _reported_recorders).
 
     Returns:
-        A text, which also has the Python stacks of this process; and, by group, the same collectives as data, for the
-        comparison with other ranks. Each collective is a tuple: number, digest, title, whether it is still running.
+        Text, which also has this process's Python stacks; and, by group, the same collectives as data, to compare with
+        other ranks': number, digest, title, and whether it is still running.
     """
     from gradsync.rendezvous.wire import MAX_CALL_BYTES, MAX_STATUS_CALLS, clip_text
 
@@ -331,9 +320,9 @@ def status_report() -> tuple[str, dict[str, list[tuple[int, int, str, bool]]]]:
 
 
 def _reported_recorders() -> list[FlightRecorder]:
-    """Returns the flight recorders of groups with several ranks, the most recently used first.
+    """Returns the flight recorders of groups with several ranks, the last used first.
 
-    The list has at most MAX_STATUS_GROUPS flight recorders, because a message to the server has no room for more.
+    There are at most MAX_STATUS_GROUPS: a message to the server has no room for more.
     """
     from gradsync.rendezvous.wire import MAX_STATUS_GROUPS  # imported here to keep the start of a rank short
 

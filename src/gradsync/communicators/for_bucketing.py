@@ -1,6 +1,6 @@
 """What gradient bucketing asks of a communicator: run a list, exchange numbers, compare. Nothing else of it is used.
 
-The arguments are not checked, because bucketing has checked them. The public collectives are in collectives.py.
+Bucketing has checked the arguments already. The public collectives are in collectives.py.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def check_stream(communicator: Communicator, what: str) -> None:
 
 def mark_work(communicator: Communicator) -> Any:
     """Marks the end of the work that is queued on the current stream, for reduce_list(after=)."""
-    communicator._lifetime.check_usable("a collective")  # in a forked child CUDA's own error would not give the reason
+    communicator._lifetime.check_usable("a collective")  # in a forked child CUDA's own error would not say why
     return communicator._backend.mark_work()
 
 
@@ -205,17 +205,16 @@ def has_failed(communicator: Communicator) -> bool:
 def broadcast_list(
     communicator: Communicator, natives: Sequence[Array], root: int, agreement: Agreement, *, at_once: bool = False
 ) -> None:
-    """Copies the root's arrays into the arrays of the other ranks, in place, as one collective.
+    """Copies the root's arrays into those of the other ranks, in place, as one collective.
 
-    Every rank must call it with arrays of the same shapes and dtypes, about which the ranks have just exchanged numbers
-    with the same agreement. The arguments are not checked.
+    Every rank must call it with arrays of the same shapes and dtypes, after the ranks have exchanged numbers with the
+    same agreement.
 
     Args:
-        communicator: the communicator that runs the broadcast.
-        natives: NumPy or CuPy arrays of any layout (see Collectives.native_array). The arrays must be writable,
-            except on the root.
+        communicator: whose ranks take part.
+        natives: NumPy or CuPy arrays of any layout (see Collectives.native_array), writable except on the root.
         root: the rank whose values all ranks get.
-        agreement: the Agreement that describes this collective, for the comparison between the ranks.
+        agreement: what the ranks compare.
         at_once: whether to write to the arrays only when all have arrived, so that no rank is left with a part of the
             root's values if the root dies meanwhile. It needs memory for copies, and the host waits.
 

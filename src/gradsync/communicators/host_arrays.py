@@ -1,4 +1,4 @@
-"""The functions with which the layers above use arrays, and the checks of a caller's arrays in host memory."""
+"""What the rooms above do with arrays, and the checks of a caller's arrays in host memory."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ _FOR_OBJECTS = "comm.objects gathers, broadcasts and scatters Python objects"
 
 
 class ArrayKind:
-    """The functions for one kind of arrays. This class is for host arrays; its subclass DeviceArrays is for a GPU.
+    """The functions for host arrays; the subclass DeviceArrays (nccl/arrays.py) has those for a GPU.
 
-    DeviceArrays is in nccl/arrays.py. A native array is a NumPy or CuPy array that the method `native` has
-    returned. A flat array is 1-D and contiguous. NumPy arrays, and other arrays in host memory that support DLPack, are
-    host arrays.
+    A native array is one of NumPy or CuPy that `native` has returned. A flat array is 1-D and contiguous. A host array
+    is NumPy's, or any in host memory that supports DLPack.
     """
 
     def check_operation(self, op: ReduceOp, dtype: np.dtype[Any]) -> None:
-        """Raises UnsupportedDtype if the communicator cannot reduce elements of this dtype with this operator."""
+        """Raises UnsupportedDtype if this operator cannot reduce elements of this dtype."""
         check_operation(op, dtype)
 
     def native(self, array: Any, who: str) -> Any:
-        """Returns a NumPy or CuPy array over the same memory as `array`; see Collectives.native_array."""
+        """Returns `array` as NumPy's or CuPy's, over the same memory; see Collectives.native_array."""
         return as_host_array(array, who)
 
     def flat(self, native: Any) -> Any:
@@ -43,16 +42,16 @@ class ArrayKind:
         return bool(native.flags.c_contiguous)
 
     def write_back(self, flat: Any, native: Any) -> None:
-        """Copies the elements of `flat`, in C order, to `native`. Does nothing if `flat` is a view of `native`."""
+        """Copies the elements of `flat`, in C order, to `native`, unless it is a view of it."""
         if not native.flags.c_contiguous:
             native[...] = flat.view(native.dtype).reshape(native.shape)
 
     def empty(self, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
-        """Returns a new C-contiguous array with the kind of memory (host or device) of the native array `like`."""
+        """Returns a new C-contiguous array in the kind of memory (host or device) of the native array `like`."""
         return np.empty(shape, dtype)
 
     def empty_like(self, native: Any) -> Any:
-        """Returns a new C-contiguous array with the shape, dtype and kind of memory (host or device) of `native`.
+        """Returns a new C-contiguous array of the shape, dtype and kind of memory (host or device) of `native`.
 
         Host memory is aligned to a cache line, so that JAX can use it without a copy.
         """
@@ -61,9 +60,9 @@ class ArrayKind:
         return room[begin : begin + native.nbytes].view(native.dtype).reshape(native.shape)
 
     def scratch(self, size: int, dtype: Any) -> Any:
-        """Returns a new flat array for temporary values that only the current stream uses.
+        """Returns a new flat array on the communicator's device, for values that only the current stream uses.
 
-        The array is on the communicator's device. If CuPy does not support the dtype, the array has bytes.
+        If CuPy does not support the dtype, the array has bytes.
         """
         return np.empty(size, dtype)
 
@@ -86,23 +85,19 @@ class ArrayKind:
     def all_finite(self, flat: Any) -> Any:
         """Whether a flat array has neither NaN nor infinity; always True for integers and bools.
 
-        Returns:
-            For a host array, the result is a bool. For an array on a GPU, the result is a 0-d bool array, computed on
-            the current stream; the host does not wait for it.
+        On a GPU the result is a 0-d array, computed on the current stream; the host does not wait for it.
         """
         return host_values.all_finite(flat)
 
     def sum_of_squares(self, flat: Any) -> Any:
         """Sums the squares of the absolute values of a flat array; see host_values.sum_of_squares.
 
-        Returns:
-            For a host array, the result is a float. For an array on a GPU, the result is a 0-d float64 array, computed
-            on the current stream; the host does not wait for it.
+        On a GPU the result is a 0-d float64 array, computed on the current stream; the host does not wait for it.
         """
         return host_values.sum_of_squares(flat)
 
     def writeable(self, native: Any) -> bool:
-        """Whether the array may be written to."""
+        """Whether an array may be written to."""
         return bool(native.flags.writeable)
 
     def byte_bounds(self, native: Any) -> tuple[int, int]:
@@ -135,12 +130,11 @@ def as_host_array(array: Any, who: str) -> Array:
     """Returns `array` as a NumPy array over the same memory.
 
     Args:
-        array: a NumPy array, or any array in host memory that supports DLPack.
-        who: the beginning of the error message, e.g. "rank 0/2: all_reduce".
+        array: NumPy's, or any in host memory that supports DLPack.
+        who: the beginning of errors, e.g. "rank 0/2: all_reduce".
 
     Raises:
-        InvalidArgument: `array` is not an array, is a masked or sparse array, is not in host memory, or cannot be
-            viewed without a copy.
+        InvalidArgument: it is no array, is masked or sparse, is not in host memory, or cannot be viewed without a copy.
         UnsupportedDtype: the elements are Python objects.
     """
     if type(array) is np.ndarray:
@@ -159,7 +153,7 @@ def as_host_array(array: Any, who: str) -> Array:
 
 
 def kind_of(array: Any) -> str:
-    """Returns a description of an argument that is not an array, with advice, for errors."""
+    """Returns what an argument is that is no array, with advice, for errors."""
     if hasattr(array, "tocoo"):
         return "a sparse array"
     if isinstance(array, np.generic):
@@ -207,10 +201,10 @@ def _is_bfloat16(array: Any) -> bool:
 
 
 def _bfloat16_view(array: Any) -> Array:
-    """Returns a read-only view of a JAX bfloat16 array, made without DLPack: NumPy's DLPack does not support bfloat16.
+    """Returns a read-only view of a JAX bfloat16 array, made without DLPack: NumPy's does not support bfloat16.
 
     Raises:
-        TypeError: the array comes from another library, whose conversion may return a copy instead of a view.
+        TypeError: it is another library's, whose conversion may copy.
     """
     native = np.asarray(array)
     if native.flags.writeable:
@@ -219,15 +213,12 @@ def _bfloat16_view(array: Any) -> Array:
 
 
 def advice(error: Exception) -> str:
-    """Returns advice for the most common DLPack error (the array is a PyTorch parameter); "" for all other errors."""
+    """Returns advice for the most common error of DLPack, that of a PyTorch parameter; "" for all others."""
     return " (PyTorch: hand over p.data or p.grad)" if "require gradient" in str(error) else ""
 
 
 def overlaps_itself(array: Any) -> bool:
-    """Whether two elements of an array may share memory, as in broadcast views and sliding windows.
-
-    If the function cannot decide, it returns True.
-    """
+    """Whether two elements of an array may share memory, as in broadcast views and sliding windows; True in doubt."""
     if array.flags.c_contiguous or array.flags.f_contiguous or array.size <= 1:
         return False
     extent = array.itemsize

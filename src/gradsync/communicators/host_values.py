@@ -1,7 +1,7 @@
-"""Arithmetic on the values of arrays: functions that scale them, check for NaN and infinity, sum squares, make digests.
+"""Arithmetic on the values of host arrays: scale them, check for NaN and infinity, sum squares, make digests.
 
-The functions for a GPU are in nccl/arrays.py. all_finite and sum_of_squares may read a value more than once. So they
-work on pieces that fit into a core's cache, and each piece is loaded from main memory only once.
+(For a GPU: nccl/arrays.py.) all_finite and sum_of_squares may read a value more than once, so they work on pieces that
+fit into a core's cache.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from gradsync.reduction import Array, accumulation_dtype, dtype_name, part_dtype
 
 # Half a megabyte of float32. For one piece NumPy has a fixed cost of about 1 us, and reads the piece in about 25 us.
 _PIECE_ELEMENTS = 2**17
-# For values that are first converted to float32 or float64: then about 64 or 128 KB are allocated at a time.
+# For values that are first converted to float32 or float64: 64 or 128 KB are allocated at a time.
 _WIDENED_PIECE_ELEMENTS = 2**14
 # OpenBLAS sums the squares of longer rows in several threads, on cores that other ranks need.
 _UNTHREADED_ELEMENTS = 2**13
 # The sum of a short row has a small rounding error: 2e-7 for 1024 squares in float32.
 _ROW_ELEMENTS = 2**10
-# If a row's sum is smaller, squares too small for float32 (below 2**-149) could be a relevant part of the sum.
+# In a smaller sum of a row, squares too small for float32 (below 2**-149) could matter.
 _LEAST_ROW_SUM = 2.0**-100
 
 # 64-bit words of which a digest is made at a time: they, their keys and the scratch memory fit into a core's cache.
@@ -33,8 +33,8 @@ _DIGEST_FACTOR = 0x9E3779B97F4A7C15
 # Products of other dtypes are computed in a wider dtype, or for real and imaginary parts separately.
 _MULTIPLIED_AS_THEY_ARE = (np.dtype(np.float32), np.dtype(np.float64))
 
-# NaN and infinity in half precision have all exponent bits set. So positive NaN and infinity have the bits of the
-# largest int16 values, and negative NaN and infinity have the bits of the largest uint16 values.
+# NaN and infinity in half precision have all exponent bits set: positive ones have the bits of the largest int16,
+# negative ones those of the largest uint16.
 _INFINITY_BITS = {"float16": 0x7C00, "bfloat16": 0x7F80}
 _SIGN_BIT = 0x8000
 
@@ -43,8 +43,7 @@ def multiply_in_place(arrays: Sequence[Array], factor: float) -> None:
     """Multiplies floating and complex arrays of any layout in place.
 
     Products of half precision are computed in float32 and rounded once. Real and imaginary parts are multiplied
-    separately, because the product of a complex number and infinity contains NaN. Overflow gives infinity without a
-    warning.
+    separately: a complex number times infinity has NaN. Overflow gives infinity without a warning.
     """
     with np.errstate(all="ignore"):  # other code checks the values for overflow; the factor itself may overflow
         factors = {dtype: dtype.type(factor) for dtype in _MULTIPLIED_AS_THEY_ARE}
@@ -59,7 +58,7 @@ def multiply_in_place(arrays: Sequence[Array], factor: float) -> None:
 
 
 def real_parts(array: Any) -> list[Any]:
-    """Returns views of the real and imaginary parts of a complex array; of a real array, the array itself. CuPy too."""
+    """Returns views of a complex array's real and imaginary parts; of a real one, the array itself. CuPy's too."""
     part = part_dtype(array.dtype)
     if part is array.dtype:
         return [array]
@@ -77,10 +76,9 @@ def all_finite(flat: Array) -> bool:
 
 @lru_cache(maxsize=64)
 def finite_test(dtype: np.dtype[Any]) -> Callable[[Array], bool] | None:
-    """Returns a function that tests whether a 1-D array of the dtype has neither NaN nor infinity.
+    """Returns what tests whether a 1-D array of the dtype has neither NaN nor infinity; None if the dtype has none.
 
-    Returns None if the dtype has no NaN and no infinity. The function reads the array up to two times, so it is fastest
-    if the array fits into a core's cache. Call it only within np.errstate(all="ignore").
+    It reads the array up to two times: pass one that fits into a core's cache, within np.errstate(all="ignore").
     """
     infinity = _INFINITY_BITS.get(dtype_name(dtype))
     if infinity is not None:
@@ -94,8 +92,8 @@ def finite_test(dtype: np.dtype[Any]) -> Callable[[Array], bool] | None:
 def sum_of_squares(flat: Array) -> float:
     """Sums the squares of the absolute values of a flat array; the same array gives the same bits each time.
 
-    The sum is computed in float64. For float32, complex64 and half precision, groups of 1024 squares are first added in
-    float32. The relative error is below 1e-6. The sum overflows or underflows only beyond the range of float64.
+    It is computed in float64; for float32, complex64 and half precision, 1024 squares at a time are first added in
+    float32. The relative error is below 1e-6. It overflows or underflows only beyond the range of float64.
     """
     part = part_dtype(flat.dtype)
     parts = flat.view(part)
@@ -160,11 +158,9 @@ def _pieces(flat: Array, elements: int = _PIECE_ELEMENTS) -> Iterator[Array]:
 
 
 def _finite(piece: Array) -> bool:
-    """Whether all values are finite.
+    """Whether all values are finite: as their squares' sum is, or, where it may have overflowed, each by itself.
 
-    If the sum of the squares is finite, all values are finite. Otherwise the sum may have overflowed, and each value is
-    checked. The function sums the squares, not the values, because BLAS sums squares several times faster than NumPy
-    sums values.
+    (BLAS sums squares several times faster than NumPy sums values.)
     """
     size = piece.size
     whole = size - size % _UNTHREADED_ELEMENTS
@@ -185,7 +181,7 @@ def _halves_finite(piece: Array, infinity: int) -> bool:
 
 
 def _sum_of_squares(piece: Array) -> float:
-    """Sums the squares of each row in the row's dtype, for which BLAS is fastest, then adds these sums in float64."""
+    """Sums the squares of each row in its dtype, for which BLAS is fastest, and adds these sums in float64."""
     rows, rest = piece.size // _ROW_ELEMENTS, piece.size % _ROW_ELEMENTS
     table = piece[: piece.size - rest].reshape(rows, _ROW_ELEMENTS)
     tail = piece[piece.size - rest :].astype(np.float64)

@@ -1,4 +1,4 @@
-"""The backend for a world of one rank: it only copies inputs to outputs."""
+"""The backend of a world of one rank: it copies inputs to outputs."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class LocalBackend(Backend):
     """The backend of a world of one rank: the result of every reduction is its input.
 
     Args:
-        timeout_seconds: the time limit of collectives. With one rank, collectives do not wait. The time limit
-            matters in one case: one thread reduces a gradient, and another thread waits for the gradient's future.
+        timeout_seconds: how long a thread waits for the future of a gradient that another thread reduces; nothing else
+            waits here.
     """
 
     name = "local"
