@@ -58,6 +58,7 @@ from gradsync.environment import (
 )
 from gradsync.errors import (
     BackendUnavailable,
+    CollectiveTimeout,
     CommunicatorClosed,
     GradsyncError,
     InvalidArgument,
@@ -254,6 +255,8 @@ def rebuild(*, min_ranks: int | None = None, timeout_seconds: float = 30.0) -> C
     deadline = time.monotonic() + timeout_seconds
     while True:
         left = max(deadline - time.monotonic(), 0.1)
+        with contextlib.suppress(RankFailed, CollectiveTimeout):
+            _client.check()  # a server that is gone forms no world
         try:
             client = _rejoin(_client, settings, least, left, timeout_seconds)
             _replace_world(world)
@@ -513,7 +516,6 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
 
 def _join(settings: WorldSettings, wanted: str) -> RendezvousClient:
     """Joins the other ranks at the rendezvous; `wanted` is the backend that this rank asks for."""
-    from gradsync.communicators import failures
     from gradsync.rendezvous.hosting import is_sent_over_mpi, join
 
     global _client, _rendezvous
@@ -523,9 +525,7 @@ def _join(settings: WorldSettings, wanted: str) -> RendezvousClient:
 
         share = share_over_mpi(place)
     _client, _rendezvous = join(place, settings.address, settings.timeout_seconds, _rendezvous, share=share)
-    _client.describe_with(failures.positions, failures.status_report)
-    if _rendezvous.server is None and place.address is None and settings.address is None:
-        _client.explain_loss("rank 0 hosted it: start `gradsync serve`, or use gradsync run, to survive rank 0's death")
+    _introduce(_client, place)
     return _client
 
 
@@ -533,7 +533,6 @@ def _rejoin(
     last: RendezvousClient, settings: WorldSettings, min_ranks: int, timeout_seconds: float, shown_seconds: float
 ) -> RendezvousClient:
     """Joins the world that replaces the one of the client `last`."""
-    from gradsync.communicators import failures
     from gradsync.rendezvous.client import RendezvousClient
 
     assert _rendezvous is not None
@@ -547,8 +546,18 @@ def _rejoin(
         last=last,
         min_ranks=min_ranks,
     )
-    client.describe_with(failures.positions, failures.status_report)
+    _introduce(client, settings.place)
     return client
+
+
+def _introduce(client: RendezvousClient, place: RankEnvironment) -> None:
+    """Tells a client what it says about this rank, and about the server."""
+    from gradsync.communicators import failures
+
+    assert _rendezvous is not None
+    client.describe_with(failures.positions, failures.status_report)
+    if place.rank != 0 and (place.address is None or place.address != _rendezvous.point.address):
+        client.explain_loss("rank 0 hosted it: to survive its death, use gradsync run, or start gradsync serve")
 
 
 def _replace_world(world: Communicator) -> None:

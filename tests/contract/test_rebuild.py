@@ -223,7 +223,7 @@ def test_a_world_of_one_goes_on(comm):
 @pytest.mark.ranks(2, on=("shm",), fresh=True)
 @pytest.mark.parametrize(
     ("options", "error"),
-    [({"min_ranks": 0}, "from 1 to 2"), ({"min_ranks": 3}, "from 1 to 2"), ({"timeout_seconds": -1}, "timeout_seconds")],
+    [({"min_ranks": 0}, "from 1 to 2"), ({"min_ranks": 3}, "from 1 to 2"), ({"timeout_seconds": -1}, "seconds")],
 )
 def test_wrong_arguments_are_told_at_once(comm, options, error):
     with pytest.raises(gs.InvalidArgument, match=error):

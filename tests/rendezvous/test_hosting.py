@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import random
+import signal
 import socket
 import stat
 import subprocess
@@ -101,6 +102,22 @@ def test_rank_0_hosts_and_the_others_find_it(rank, how, port, secret_file, tmp_p
             assert comm.all_reduce(np.full(2, number)).tolist() == [2 * number] * 2
         gs.destroy_process_group()
     assert list(folder.iterdir()) == []  # what the next run could take for its own
+
+
+@pytest.mark.ranks(2, ends={0: -9})
+@pytest.mark.parametrize("is_rebuilt", [False, True])
+def test_the_death_of_a_rank_0_that_hosts_ends_the_run_and_says_how_it_would_not(rank, port, tmp_path, is_rebuilt):
+    become(**by_hand(rank, 2, MASTER_ADDR="localhost", MASTER_PORT=port), XDG_RUNTIME_DIR=tmp_path)
+    comm = gs.init_process_group("shm")
+    if is_rebuilt:
+        comm = gs.rebuild()
+    comm.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(gs.RendezvousError, match="rank 0 hosted it: to survive its death, use gradsync run, or start"):
+        comm.barrier()
+    with pytest.raises(gs.RendezvousError, match=r"is gone .*gradsync serve"):
+        gs.rebuild()
 
 
 @contextlib.contextmanager
