@@ -142,3 +142,10 @@ def test_what_a_page_names_is_there(page):
     assert variables - set(environment.VARIABLES) == set()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert set(re.findall(r"(?:`|^\$ )make ([a-z][a-z-]*)", text, re.MULTILINE)) - targets == set()
+
+
+def test_the_page_of_the_api_has_every_public_name():
+    shown = set(re.findall(r"^::: gradsync\.(\w+)", TEXTS["docs/api.md"], re.MULTILINE))
+    names = {name for name in dir(gs) if not name.startswith("_") and not hasattr(gs.errors, name)}
+    assert "errors" in shown  # the module: all of its classes
+    assert names - shown == set()
