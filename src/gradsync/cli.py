@@ -140,6 +140,19 @@ Examples:
     help="How often all ranks start again after a failure, on one machine.",
 )
 @click.option(
+    "--min-ranks",
+    type=_Integer(min=1),
+    metavar="K",
+    help="Go on without ranks that fail while K are left, with gradsync.rebuild() in SCRIPT.  [default: all]",
+)
+@click.option(
+    "--respawn",
+    type=_Integer(min=0),
+    metavar="N",
+    default=0,
+    help="How often in all a rank that fails starts again while the others go on.",
+)
+@click.option(
     "--wrap",
     metavar="COMMAND",
     default="",
@@ -193,8 +206,9 @@ def run(context: click.Context, /, **options: Any) -> None:
     """Runs SCRIPT in several rank processes, on this machine or on several.
 
     SCRIPT calls gradsync.init_process_group(). When a rank fails, gradsync ends the others, and shows the cause last,
-    with its traceback; the exit code is that of this rank, or 128 + n of a signal. Ctrl-C asks all ranks to end, and a
-    second Ctrl-C kills them.
+    with its traceback; the exit code is that of this rank, or 128 + n of a signal. With --min-ranks or --respawn the
+    others go on, and the exit code is 0 if K ranks end well. Ctrl-C asks all ranks to end, and a second Ctrl-C kills
+    them.
     """
     from gradsync.launching.command import run_command
 

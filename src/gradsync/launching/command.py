@@ -33,6 +33,8 @@ def run_command(
     gpus: str | None,
     backend: str,
     max_restarts: int,
+    min_ranks: int | None,
+    respawn: int,
     wrap: str,
     log_dir: str | None,
     grace_seconds: float,
@@ -76,6 +78,10 @@ def run_command(
     world_size, rank_start = nodes.nnodes * n_ranks, nodes.node_rank * n_ranks
     own_ranks = range(rank_start, rank_start + n_ranks)
     shows_prefix = world_size > 1 if prefix is None else prefix
+    if min_ranks is not None and min_ranks > world_size:
+        raise InvalidArgument(f"--min-ranks needs to be from 1 to {world_size}, the number of ranks, got {min_ranks}")
+    if min_ranks is None and respawn:
+        min_ranks = world_size
     reading_rank = _stdin_rank(stdin_rank, world_size)
     variables: dict[str, str] = {}
     if trace_dir is not None:
@@ -114,6 +120,8 @@ def run_command(
             stdin_rank=reading_rank,
             grace_seconds=grace_seconds,
             max_restarts=max_restarts,
+            min_ranks=min_ranks,
+            respawns=respawn,
             wrap=wrap,
             variables=variables,
         )

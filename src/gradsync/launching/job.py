@@ -83,6 +83,9 @@ class Job:
         stdin_rank: the rank that gets this process's standard input, or None; the other ranks read /dev/null.
         grace_seconds: how many seconds the ranks have to end, after the launcher has asked them to end, before SIGKILL.
         max_restarts: the limit of restarts; a restart starts all ranks again after a failure.
+        min_ranks: while so many ranks of the run live, or can be started again, the failure of a rank ends no other;
+            None means all.
+        respawns: how many times in all this launcher starts a failed rank again; only with `min_ranks`.
         wrap: the command that starts each rank's interpreter, as a shell splits it, such as "numactl -N0"; "" for none.
         removed_variables: the names of variables of this process that ranks do not inherit.
         variables: further environment variables of the ranks.
@@ -107,6 +110,8 @@ class Job:
     stdin_rank: int | None = 0
     grace_seconds: float = DEFAULT_GRACE_SECONDS
     max_restarts: int = 0
+    min_ranks: int | None = None
+    respawns: int = 0
     wrap: str = ""
     removed_variables: frozenset[str] = frozenset()
     variables: Mapping[str, str] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gradsync.errors import name_ranks, size_text
+from gradsync.errors import count, name_ranks, size_text
 from gradsync.launching.in_rank.result import ErrorReport, ReturnValue
 from gradsync.machine import memory_groups, numbered_line
 
@@ -35,6 +35,11 @@ class RankOutcome:
         peak_bytes: the peak memory in bytes of the rank, or of a child process of the rank with a larger peak; 0 until
             the rank has ended.
         last_lines: the last lines of the rank's output, if the launcher shows the output.
+        given_up: why the others gave the rank up, so that the launcher killed it; "" if they did not.
+        ended_after: the seconds from the start of the run to the failure.
+        is_replaced: whether the rank was to be started again, see `Outcome.earlier`.
+        went_on_after: the seconds from the failure until the other ranks had formed a new world; None if they have not,
+            as far as this launcher knows.
     """
 
     rank: int
@@ -48,6 +53,10 @@ class RankOutcome:
     was_paused: bool = False
     peak_bytes: int = 0
     last_lines: tuple[str, ...] = ()
+    given_up: str = ""
+    ended_after: float = 0.0
+    is_replaced: bool = False
+    went_on_after: float | None = None
 
     @property
     def is_unsendable(self) -> bool:
@@ -64,9 +73,23 @@ class RankOutcome:
         name = self.name
         if self.exit_code is None:
             return f"{name} could not be killed; it may hang in the kernel"
-        if self.exit_code < 0:
-            return f"{name} was killed by {signal_name(-self.exit_code)}{self.out_of_memory}"
-        return f"{name} failed with exit code {self.exit_code}"
+        return f"{name} {self.describe_end()}"
+
+    def describe_end(self) -> str:
+        """Returns how a rank that has ended did so, in words."""
+        if self.exit_code == 0:
+            return "ended with exit code 0"
+        if self.given_up:
+            why, _, _ = self.given_up.partition("\n")
+            return f"was killed, as the others gave it up: {why}"
+        if self.exit_code is not None and self.exit_code < 0:
+            return f"was killed by {signal_name(-self.exit_code)}{self.out_of_memory}"
+        return f"failed with exit code {self.exit_code}"
+
+    @property
+    def text(self) -> str:
+        """The traceback of the rank's error, or the report on why the others gave it up; "" if there is none."""
+        return self.error.text if self.error is not None else self.given_up.partition("\n")[2]
 
     @property
     def out_of_memory(self) -> str:
@@ -76,31 +99,57 @@ class RankOutcome:
         return f": the kernel's out-of-memory killer ended it; it had used {size_text(self.peak_bytes)}"
 
 
+class Rebuilds(NamedTuple):
+    """The new worlds that ranks have formed by `gs.rebuild()`: how many, and the seconds that they cost in all."""
+
+    number: int = 0
+    seconds: float = 0.0
+
+
 class Outcome(NamedTuple):
     """How a run ended.
 
     Attributes:
-        ranks: how each rank ended, in the order of the ranks.
+        ranks: how each rank ended, in the order of the ranks; the last process of a rank that was started again.
         signal_number: the number of the signal that the launcher received, and that ended the run; None without a
             signal.
         has_joined: whether a rank has joined the rendezvous, as far as this launcher knows.
+        earlier: how the earlier processes of ranks that were started again ended.
+        needed: how many ranks of this launcher have to end well; None means all.
+        min_ranks: how many ranks of the run have to end well; None means all.
+        rebuilds: the new worlds that the ranks have formed.
     """
 
     ranks: tuple[RankOutcome, ...]
     signal_number: int | None = None
     has_joined: bool = True
+    earlier: tuple[RankOutcome, ...] = ()
+    needed: int | None = None
+    min_ranks: int | None = None
+    rebuilds: Rebuilds = Rebuilds()
+
+    @property
+    def failures(self) -> list[RankOutcome]:
+        """All failures, in the order of their detection."""
+        failed = [rank for rank in (*self.earlier, *self.ranks) if rank.order is not None]
+        return sorted(failed, key=lambda rank: rank.order or 0)
 
     @property
     def root_cause(self) -> RankOutcome | None:
-        """The rank whose failure is nearest to the cause, see `distance_from_cause`; None if no rank failed."""
-        failed = [rank for rank in self.ranks if rank.order is not None]
-        return min(failed, key=distance_from_cause, default=None)
+        """The rank whose failure is nearest to the cause, see `distance_from_cause`; None if no rank failed.
+
+        A failure that the other ranks have survived is not why a run ended later.
+        """
+        failures = self.failures
+        fatal = [rank for rank in failures if rank.went_on_after is None]
+        return min(fatal or failures, key=distance_from_cause, default=None)
 
     @property
     def failed_alike(self) -> list[RankOutcome]:
         """The root cause, and the ranks that raised the same error independently, such as PlanMismatch."""
         root = self.root_cause
-        return [rank for rank in self.ranks if root is not None and (rank is root or _raised_the_same(rank, root))]
+        ranks = (*self.earlier, *self.ranks)
+        return [rank for rank in ranks if root is not None and (rank is root or _raised_the_same(rank, root))]
 
     def describe_cause(self) -> str:
         """Returns the root cause (all ranks of `failed_alike`) and how it ended, in words; "" if no rank failed."""
@@ -116,19 +165,30 @@ class Outcome(NamedTuple):
     def may_be_tried_again(self) -> bool:
         """Whether a restart is possible: a rank failed, no signal came, and no rank still runs and holds a GPU."""
         root = self.root_cause
-        return self.signal_number is None and root is not None and all(r.exit_code is not None for r in self.ranks)
+        is_over = root is not None and all(rank.exit_code is not None for rank in self.ranks)
+        return self.signal_number is None and is_over and not self.has_enough
+
+    @property
+    def ended_well(self) -> int:
+        """The number of ranks that ended with exit code 0."""
+        return sum(rank.exit_code == 0 for rank in self.ranks)
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether so many ranks ended well that the run did."""
+        return self.ended_well >= (len(self.ranks) if self.needed is None else self.needed)
 
     @property
     def exit_code(self) -> int:
         """The launcher's exit code.
 
-        0 without a failure. 128 + n if signal n came to the launcher or killed the root cause. 1 if gradsync could not
-        kill the root cause. Otherwise the root cause's exit code.
+        0 without a failure, or if enough ranks ended well. 128 + n if signal n came to the launcher or killed the root
+        cause. 1 if gradsync could not kill the root cause. Otherwise the root cause's exit code.
         """
         if self.signal_number is not None:
             return 128 + self.signal_number
         root = self.root_cause
-        if root is None:
+        if root is None or self.has_enough:
             return 0
         if root.exit_code is None:
             return 1
@@ -165,19 +225,23 @@ def distance_from_cause(rank: RankOutcome) -> tuple[int, int]:
 
 
 def failure_text(outcome: Outcome) -> str:
-    """Returns the report of a failed run: lines about the other ranks, then the cause with its traceback.
+    """Returns the report of a run with failed ranks: lines about the other ranks, then the cause with its traceback.
 
     Returns:
-        The report; "" if no rank failed. If the ranks ended only because the launcher received a signal, the report
-        contains only the ranks that could not be killed.
+        The report; "" if no rank failed. If the run went on without the ranks that failed, the report has these ranks,
+        and what they cost. If the ranks ended only because the launcher received a signal, the report contains only the
+        ranks that could not be killed, and those that failed before.
     """
     root = outcome.root_cause
     if root is None:
         return ""
+    if outcome.signal_number is None and outcome.has_enough:
+        return "".join(map(_death_text, outcome.failures)) + _summary(outcome)
+    survived = "".join(_death_text(rank) for rank in outcome.failures if rank.went_on_after is not None)
     alike = outcome.failed_alike
-    others = [rank for rank in outcome.ranks if rank not in alike]
+    others = [rank for rank in outcome.ranks if rank not in alike and rank.went_on_after is None]
     if outcome.signal_number is not None and root.was_asked_to_end and root.exit_code is not None:
-        return "".join(_hanging(others))  # the ranks ended because the launcher asked them to end
+        return survived + "".join(_hanging(others))  # the ranks ended because the launcher asked them to end
     missed = {rank.error.missed_rank for rank in outcome.ranks if rank.error is not None}
     lines = _lines_on_others(others)
     for rank in others:
@@ -186,20 +250,54 @@ def failure_text(outcome: Outcome) -> str:
             lines.append(f"{name} ended with exit code 0 before this failure\n")
         if rank.was_paused:
             lines.append(f"{name} was paused by a signal (SIGSTOP?)\n")
-    return "".join(lines) + _cause_text(outcome, root)
+    return survived + "".join(lines) + _too_few(outcome) + _cause_text(outcome, root)
+
+
+def _death_text(rank: RankOutcome) -> str:
+    """Returns the part of the report about a rank without which the others went on."""
+    again = "; it was started again" if rank.is_replaced else ""
+    later = "" if rank.went_on_after is None else f"; the others went on {rank.went_on_after:.2f} s later"
+    died = f"gradsync: after {rank.ended_after:.1f} s {rank.describe()}{again}{later}"
+    return f"{_last_output(rank)}{died}{':' if rank.text else ''}\n{rank.text}"
+
+
+def _summary(outcome: Outcome) -> str:
+    """Returns the last line of the report of a run that ended well without some ranks."""
+    rebuilds = outcome.rebuilds
+    cost = f" and {count(rebuilds.number, 'rebuild')} of {rebuilds.seconds:.2f} s" if rebuilds.number else ""
+    cost += " in all" if rebuilds.number > 1 else ""
+    well = f"{outcome.ended_well} of {count(len(outcome.ranks), 'rank')} ended well"
+    return f"gradsync: {well}, after {count(len(outcome.failures), 'failure')}{cost}\n"
+
+
+def _too_few(outcome: Outcome) -> str:
+    """Returns the lines that say why the other ranks did not go on, if they were to."""
+    if outcome.min_ranks is None:
+        return ""
+    dead = [rank for rank in outcome.failures if not rank.was_asked_to_end]
+    lines = [f"gradsync: {rank.describe()}\n" for rank in dead if rank.error is None and rank is not outcome.root_cause]
+    if not outcome.rebuilds.number and any(rank.error is not None and rank.error.is_consequence for rank in dead):
+        lines.append(
+            "gradsync: to go on without a rank, the others need to catch gs.RankFailed and gs.CollectiveTimeout, and "
+            "to call gs.rebuild()\n"
+        )
+    return "".join(lines) + f"gradsync: fewer than {count(outcome.min_ranks, 'rank')} (--min-ranks) are left\n"
+
+
+def _last_output(rank: RankOutcome) -> str:
+    if not rank.last_lines:
+        return ""
+    last_lines = "".join(f"    {line}\n" for line in rank.last_lines[-_LAST_LINES:])
+    return f"gradsync: the last output of rank {rank.rank}:\n{last_lines}"
 
 
 def _cause_text(outcome: Outcome, root: RankOutcome) -> str:
     """Returns the last part of the report of a failed run: the cause, and its traceback."""
-    text = root.error.text if root.error else ""
     missed = root.error.missed_rank if root.error is not None and root.error.is_consequence else None
-    shown = next((rank for rank in outcome.ranks if rank.rank == missed), root)
-    lines = ""
+    shown = next((rank for rank in (*outcome.failures, *outcome.ranks) if rank.rank == missed), root)
     # The last output of a single rank is right above the report. With several ranks, others may have printed later.
-    if len(outcome.ranks) > 1 and shown.last_lines:
-        last_lines = "".join(f"    {line}\n" for line in shown.last_lines[-_LAST_LINES:])
-        lines = f"gradsync: the last output of rank {shown.rank}:\n{last_lines}"
-    return f"{lines}gradsync: {outcome.describe_cause()}{':' if text else ''}\n{text}"
+    lines = _last_output(shown) if len(outcome.ranks) > 1 else ""
+    return f"{lines}gradsync: {outcome.describe_cause()}{':' if root.text else ''}\n{root.text}"
 
 
 def _lines_on_others(ranks: Iterable[RankOutcome]) -> list[str]:

@@ -106,23 +106,23 @@ class OutputForwarder:
         out, err = (_descriptor_of(stream) for stream in (stdout, stderr))
         is_one = out == err or (out >= 0 and err >= 0 and os.path.samestat(os.fstat(out), os.fstat(err)))
         self._screens = [_Screen(out, err, prefix), *([] if is_one else [_Screen(err, err, prefix)])]
-        self._kept: dict[int, _Kept] = {}
 
-    def add(self, rank: int, stdout_fd: int, stderr_fd: int) -> None:
-        """Adds the read ends of a rank's pipes, which this object closes; again for a rank that is started again."""
+    def add(self, rank: int, stdout_fd: int, stderr_fd: int) -> Callable[[], list[str]]:
+        """Adds the read ends of a rank's pipes, which this object closes; again for a rank that is started again.
+
+        Returns:
+            A function that returns the last lines that the rank has printed, as text.
+        """
         log = None if self._log_dir is None else os.path.join(self._log_dir, f"rank-{rank}{self._log_end}")
-        kept = self._kept[rank] = _Kept(log, self._screens[0].warn)
+        kept = _Kept(log, self._screens[0].warn)
         self._screens[0].add(_Stream(rank, stdout_fd, kept))
         self._screens[-1].add(_Stream(rank, stderr_fd, kept))
+        return kept.last_lines
 
     def start(self) -> None:
         """Starts the threads."""
         for screen in self._screens:
             start_thread(screen.thread)
-
-    def tail(self, rank: int) -> list[str]:
-        """Returns the last lines that a rank has printed, as text."""
-        return self._kept[rank].last_lines()
 
     def finish(self, wait_seconds: float) -> bool:
         """Shows all output that has arrived, and ends the threads. Call this method again to wait for longer.

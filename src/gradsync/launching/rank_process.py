@@ -51,7 +51,9 @@ class StartRecord(NamedTuple):
 
 
 @contextlib.contextmanager
-def start_record(target: Target, secret: bytes, *, shows_lines: bool, has_others: bool) -> Iterator[StartRecord]:
+def start_record(
+    target: Target, secret: bytes, *, shows_lines: bool, has_others: bool, goes_on: bool
+) -> Iterator[StartRecord]:
     """Yields what every rank finds at its start.
 
     A pipe is not enough for the program: when the pipe is full, the launcher would wait until a rank reads from the
@@ -63,8 +65,10 @@ def start_record(target: Target, secret: bytes, *, shows_lines: bool, has_others
         secret: the secret of the run; b"" if the ranks find the secret themselves.
         shows_lines: whether the launcher shows the ranks' output line by line.
         has_others: whether other launchers have ranks of the same run.
+        goes_on: whether the run goes on without a rank that fails.
     """
-    record = marshal.dumps(target.record | {"shows_lines": shows_lines, "has_others": has_others})
+    launcher = {"shows_lines": shows_lines, "has_others": has_others, "goes_on": goes_on}
+    record = marshal.dumps(target.record | launcher)
     with contextlib.ExitStack() as stack:
         program = stack.enter_context(_file_in_memory("gradsync-start", record))
         secrets = stack.enter_context(_file_in_memory(SECRET_IN_MEMORY, secret.hex().encode())) if secret else -1

@@ -1,10 +1,11 @@
 """The supervisor: starts the ranks of a job, watches them, and ends all ranks when one fails.
 
-If only the return value of a rank cannot be sent, the supervisor lets the other ranks finish.
+If only the return value of a rank cannot be sent, the supervisor lets the other ranks finish. If the job may go on with
+fewer ranks (`Job.min_ranks`), it lets them go on while there are so many, and starts ranks again (`Job.respawns`).
 
 `gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` use it. Its loop waits for one of these: a rank ends (its
-guard tells); a rank sends its report; a signal to the launcher comes; it is time to send the next signal to ranks that
-must end. It does not poll; it only looks once a minute whether memory ran out.
+guard tells); a rank sends its report; a signal to the launcher comes; the server tells of a rank; it is time to send
+the next signal to ranks that must end. It does not poll; it only looks once a minute whether memory ran out.
 
 Why a run ends is decided here alone: by the signal to the launcher, if one ended it, else by the failures of the ranks
 in the order in which they were found (`Outcome`).
@@ -26,10 +27,11 @@ from gradsync.environment import check_variables
 from gradsync.errors import BackendUnavailable, count
 from gradsync.launching.in_rank.guard import WARNING
 from gradsync.launching.job import Job, log_added_variables, rank_environment
-from gradsync.launching.outcome import OomWatch, Outcome, failure_text
+from gradsync.launching.outcome import OomWatch, Outcome, RankOutcome, Rebuilds, failure_text
 from gradsync.launching.output import REPORT_SECONDS, Notices
 from gradsync.launching.rank_process import RankProcess, start_record
 from gradsync.launching.signals import SignalInbox
+from gradsync.launching.survivors import Lost, News, Rebuilt
 from gradsync.machine import HOW_TO_RAISE_THE_LIMIT, reserve_port
 from gradsync.rendezvous.secret_files import Endpoint
 from gradsync.rendezvous.sockets import bind_listener, format_address, raise_limit
@@ -167,10 +169,21 @@ class Supervisor:
         self._running: dict[int, RankProcess] = {}
         self._named_to_server: set[int] = set()  # process ids that the server knows
         self._n_failures = 0
+        self._has_failed = False  # whether the run has failed; it may survive failures
         self._signal_number: int | None = None  # the signal that ends the job, once one has come
         self._has_joined = True  # whether a rank has joined the server, if it is here
         self._ending = _Ending()
         self._gave_up = False
+        # If the others go on without a rank that fails:
+        self._began = time.monotonic()
+        self._news: News | None = None  # of the server, if it is here
+        self._respawns_left = job.respawns
+        self._letting_go: dict[RankProcess, _Ending] = {}  # ranks that have failed, and may still run
+        self._waiting: set[RankProcess] = set()  # ranks that were started again, and are in no world yet
+        self._earlier: list[RankOutcome] = []
+        self._tails: dict[RankOutcome, Callable[[], list[str]]] = {}
+        self._last_world: Rebuilt | None = None
+        self._rebuilds = Rebuilds()
 
     def __enter__(self) -> Supervisor:
         return self
@@ -206,14 +219,23 @@ class Supervisor:
             self._port = job.master_port or self._stack.enter_context(reserve_port()).getsockname()[1]
             self._memory = OomWatch()
             self._selector = selectors.DefaultSelector()
-            self._selector.register(self._signals.descriptor, selectors.EVENT_READ)
+            self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._handle_signals)
+            if job.min_ranks is not None and listener is not None:
+                self._news = self._stack.enter_context(News())
+                self._selector.register(self._news.descriptor, selectors.EVENT_READ, self._handle_news)
             if self._make_output is not None:
                 self._output = self._make_output(self._restart)
                 self._stack.callback(self._output.finish, _LAST_OUTPUT_SECONDS)
             self._null = os.open(os.devnull, os.O_RDONLY)
             self._stack.callback(os.close, self._null)
             shows_lines, has_others = self._output is not None, job.world_size > job.n_ranks
-            record = start_record(job.target, endpoint.secret, shows_lines=shows_lines, has_others=has_others)
+            record = start_record(
+                job.target,
+                endpoint.secret,
+                shows_lines=shows_lines,
+                has_others=has_others,
+                goes_on=job.min_ranks is not None,
+            )
             self._record = self._stack.enter_context(record)
             self._stack.callback(self._end_watching)
             for rank in range(job.rank_start, job.rank_start + job.n_ranks):
@@ -248,7 +270,8 @@ class Supervisor:
                     reader, streams[stream] = os.pipe()
                     readers.append(reader)
                     theirs.callback(os.close, streams[stream])
-                self._output.add(number, *readers)  # from here on `_output` closes these ends
+                # From here on `_output` closes these ends.
+                self._tails[rank.outcome] = self._output.add(number, *readers)
             rank.start(job.target, self._record, environ, tuple(streams))
         self.ranks[local_rank : local_rank + 1] = [rank]
         self._running[number] = rank
@@ -261,7 +284,11 @@ class Supervisor:
         """Runs the rendezvous server of this start in a thread of this process."""
         from gradsync.rendezvous.server import RendezvousServer  # imported here, because ranks start meanwhile
 
-        server = RendezvousServer(self._job.world_size, secret=endpoint.secret, listener=listener)
+        job, news = self._job, self._news
+        told = {} if news is None else {"on_lost": news.on_lost, "on_rebuilt": news.on_rebuilt}
+        server = RendezvousServer(
+            job.world_size, secret=endpoint.secret, listener=listener, min_ranks=job.min_ranks or 1, **told
+        )
         server.start()
         self._server = server
         try:
@@ -283,23 +310,32 @@ class Supervisor:
             if self._output.finish(_CHECK_SIGNALS_SECONDS):
                 break
             self._handle_signals()
-        outcomes = tuple(rank.outcome for rank in self.ranks)
-        if self._output is not None:
-            for outcome in outcomes:
-                outcome.last_lines = tuple(self._output.tail(outcome.rank))
-        return Outcome(outcomes, self._signal_number, self._has_joined)
+        for outcome, tail in self._tails.items():
+            outcome.last_lines = tuple(tail())
+        job, needed = self._job, None
+        if job.min_ranks is not None:  # at least one, because a machine without any has no part in a good end
+            needed = max(1, job.min_ranks - (job.world_size - job.n_ranks))
+        return Outcome(
+            tuple(rank.outcome for rank in self.ranks),
+            self._signal_number,
+            self._has_joined,
+            tuple(self._earlier),
+            needed,
+            job.min_ranks,
+            self._rebuilds,
+        )
 
     def _wait_for_ends(self) -> None:
         """Waits until all ranks have ended or were given up; ends all ranks when one fails or a signal comes."""
         while self._running and not self._gave_up:
-            due_at = self._ending.due_at
+            due_at = min((each.due_at for each in self._endings() if each.due_at is not None), default=None)
             events = self._selector.select(_LOOK_SECONDS if due_at is None else max(0.0, due_at - time.monotonic()))
             if not events and due_at is None:
                 self._memory.look()
             for key, _ in events:
-                rank: RankProcess | None = key.data
-                if rank is None:
-                    self._handle_signals()
+                rank = key.data
+                if not isinstance(rank, RankProcess):
+                    rank()
                 elif self._running.get(rank.rank) is rank:
                     self._handle_event(rank, key.fd)
                     self._report_change(rank)
@@ -311,7 +347,7 @@ class Supervisor:
         """Keeps the server until the ranks of other launchers have left, or a signal comes; briefly after a failure."""
         if self._server is None or self._job.world_size == self._job.n_ranks:
             return
-        has_failed = self._n_failures > 0 or self._signal_number is not None
+        has_failed = self._has_failed or self._signal_number is not None
         began, has_told = time.monotonic(), False
         while not self._server.wait_until_empty(_CHECK_SIGNALS_SECONDS):
             waited_seconds = time.monotonic() - began
@@ -355,7 +391,11 @@ class Supervisor:
         rank.reap()
         if rank.outcome.exit_code != 0:
             self._record_failure(rank)
-        if self._running and self._running.keys() <= self._silent_ranks():
+        self._letting_go.pop(rank, None)
+        self._waiting.discard(rank)
+        if rank.outcome.is_replaced:
+            self._start_again(rank)
+        if self._running and (self._running.keys() <= self._silent_ranks() or self._is_over()):
             self._end_after(0.0)
 
     def _report_change(self, rank: RankProcess) -> None:
@@ -365,23 +405,114 @@ class Supervisor:
             if outcome.pid and outcome.pid not in self._named_to_server:
                 self._named_to_server.add(outcome.pid)
                 self._server.note_start(rank.rank, outcome.pid)
-            if outcome.exit_code == 0 or outcome.is_unsendable:  # other failures end all ranks
-                self._server.note_end(rank.rank, f"ended with exit code {outcome.exit_code}")
+            # Other failures end all ranks, or the rank starts again.
+            is_survived = self._job.min_ranks is not None and outcome.order is not None and not outcome.is_replaced
+            if outcome.exit_code == 0 or outcome.is_unsendable or is_survived:
+                self._server.note_end(rank.rank, outcome.describe_end())
         if self._on_change is not None:
             self._on_change(rank)
 
     def _record_failure(self, rank: RankProcess) -> None:
-        """Records a failure, and plans to end the other ranks."""
+        """Records a failure, and lets the other ranks go on without the rank, or plans to end them."""
         outcome = rank.outcome
-        if outcome.order is not None:
+        if outcome.order is not None or self._is_not_needed(rank):
             return
         outcome.order, outcome.was_asked_to_end = self._n_failures, self._ending.has_begun
+        outcome.ended_after = time.monotonic() - self._began
         self._n_failures += 1
         if not self._ending.has_begun:
             for other in self._running.values():
                 other.outcome.was_paused = other.outcome.was_paused or other.is_paused()
+        if self._lets_go(rank):
+            return
+        self._has_failed = True
         if not outcome.is_unsendable:  # after an unsendable result the other ranks may finish their work
             self._end_after(self._settle_seconds(rank))
+
+    # -- Going on without ranks --------------------------------------------------------------------------------------
+
+    def _lets_go(self, rank: RankProcess) -> bool:
+        """Lets the other ranks go on without a rank that has failed, if enough are left; returns whether they do."""
+        job, outcome = self._job, rank.outcome
+        if job.min_ranks is None or self._ending.due_at is not None or self._ending.has_begun:
+            return False
+        outcome.is_replaced = self._respawns_left > 0 and not self._is_over()
+        if not self._are_enough():
+            return False
+        world = self._last_world
+        if world is not None and rank.rank not in world.ranks and rank not in self._waiting:
+            outcome.went_on_after = world.seconds  # the others have been faster than this news
+        going = job.world_size - sum(each.outcome.order is not None for each in self.ranks)
+        if outcome.is_replaced:
+            self._respawns_left -= 1
+            times = f"{job.respawns - self._respawns_left} of at most {job.respawns}"
+            what = f"starting it again ({times})"
+        elif job.world_size > job.n_ranks:
+            what = "the others go on"
+        else:
+            what = f"{going} of {count(job.world_size, 'rank')} {'goes' if going == 1 else 'go'} on"
+        error = f": {outcome.error.summary}" if outcome.error is not None else ""
+        self._notices.print(f"gradsync: {outcome.describe()}{error}; {what}")
+        self._letting_go[rank] = ending = _Ending()
+        ending.plan((_SETTLE_SECONDS, signal.SIGTERM), (job.grace_seconds, signal.SIGKILL))
+        return True
+
+    def _are_enough(self) -> bool:
+        """Returns whether so many ranks are left, or can be started again, that the run goes on."""
+        lost = sum(rank.outcome.order is not None and not rank.outcome.is_replaced for rank in self.ranks)
+        return self._job.min_ranks is not None and self._job.world_size - lost >= self._job.min_ranks
+
+    def _start_again(self, rank: RankProcess) -> None:
+        """Starts a rank again, in a new process, whose predecessor has ended."""
+        outcome = rank.outcome
+        if self._ending.due_at is not None or self._is_over():
+            outcome.is_replaced = False
+            return
+        self._named_to_server.discard(outcome.pid)
+        try:
+            self.start_rank(rank.rank)
+        except OSError as error:
+            self._notices.print(f"gradsync: {_refusal(rank.rank, error)}")
+            outcome.is_replaced = False
+            if not self._are_enough():
+                self._has_failed = True
+                self._end_after(0.0)
+            return
+        self._earlier.append(outcome)
+        if self._news is not None:
+            self._waiting.add(self._running[rank.rank])
+
+    def _is_over(self) -> bool:
+        """Returns whether ranks have ended well, and those that still run do not take part any more, or not yet."""
+        others = [rank for rank in self._running.values() if rank not in self._waiting and rank not in self._letting_go]
+        return self._has_ended_well() and not others
+
+    def _is_not_needed(self, rank: RankProcess) -> bool:
+        """Returns whether a rank was started again for nothing: the others have ended before it could join them."""
+        error = rank.outcome.error
+        return rank in self._waiting and self._has_ended_well() and (error is None or error.is_consequence)
+
+    def _has_ended_well(self) -> bool:
+        return any(rank.outcome.exit_code == 0 for rank in self.ranks)
+
+    def _handle_news(self) -> None:
+        """Handles what the server has told: ends ranks that the others have given up, and notes new worlds."""
+        assert self._news is not None
+        for news in self._news.read():
+            if isinstance(news, Lost):
+                rank = self._running.get(news.rank)
+                if rank is not None and rank.outcome.order is None and rank not in self._waiting:
+                    rank.outcome.given_up = f"{news.why}\n"
+                    rank.send_signal(signal.SIGKILL)
+                continue
+            self._last_world = news
+            self._waiting = {rank for rank in self._waiting if rank.rank not in news.ranks}
+            if news.number > 1:
+                self._rebuilds = Rebuilds(self._rebuilds.number + 1, self._rebuilds.seconds + news.seconds)
+            left_out = [rank.outcome for rank in self.ranks if rank.rank not in news.ranks]
+            for outcome in (*self._earlier, *left_out):
+                if outcome.order is not None and outcome.went_on_after is None:
+                    outcome.went_on_after = news.seconds
 
     # -- Ending the ranks --------------------------------------------------------------------------------------------
 
@@ -455,8 +586,14 @@ class Supervisor:
         os.kill(os.getpid(), signal.SIGSTOP)
         self._send(signal.SIGCONT)
 
+    def _endings(self) -> list[_Ending]:
+        return [self._ending, *self._letting_go.values()]
+
     def _send_due_signal(self) -> None:
         """Sends the next planned signal to the ranks, if its time has come."""
+        for rank, ending in self._letting_go.items():
+            if number := ending.next_signal():
+                rank.send_signal(number)
         number = self._ending.next_signal() if self._running else None
         if number is None:
             return

@@ -77,7 +77,7 @@ def _run(rank: int, start: dict[str, Any], reporter: Reporter) -> NoReturn:
         _set_interrupts("UNBLOCK")  # blocked by the launcher: no SIGINT was to come before this `try` block
         if start["shows_lines"] and hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(line_buffering=True)  # else Python would buffer lines for a pipe
-        if start["has_others"]:
+        if start["has_others"] and not start["goes_on"]:
             from gradsync.rendezvous import connection
 
             connection.on_failure = lambda error: _report_failure_of_world(reporter, error)
