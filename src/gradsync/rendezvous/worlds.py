@@ -548,8 +548,8 @@ class Worlds:
         host: the rank of the world "" that hosts the server; when its join reaches its deadline, all joins end.
         min_ranks: how many ranks a rebuilt generation of the world "" needs at least.
         on_lost: on_lost(number, why) is called with a member of the world "" that nobody waits for any more.
-        on_rebuilt: on_rebuilt(generation, numbers, seconds) is called when the world "" has been rebuilt: from these
-            members, so long after its failure.
+        on_rebuilt: on_rebuilt(generation, numbers, seconds) is called when the world "" has formed: from these members,
+            so long after the failure of the one before; 0.0 if all ranks have joined, as at their start.
     """
 
     def __init__(
@@ -891,7 +891,7 @@ class Worlds:
             elif running is not None:
                 self._rebuild(now, world, running, forming)
             elif len(forming.members) == world.size:
-                self._form(world, forming, None)
+                self._form(world, forming, None, 0.0)
             else:
                 world.notice_at = world.notice_at or now + NOTICE_SECONDS
                 for rank, how in world.ended.items():
@@ -900,13 +900,15 @@ class Worlds:
                         forming.fail(Failure(rank, "joining", text))
                         break
 
-    def _form(self, world: World, forming: Generation, numbers: list[int] | None) -> None:
+    def _form(self, world: World, forming: Generation, numbers: list[int] | None, seconds: float) -> None:
         """Forms a generation, and tells its ranks; `numbers` are their ranks at launch, None if it has all of them."""
         forming.number = world.formed = world.formed + 1
         world.notice_at = None
         joins, forming.joins = forming.joins, {}
         for join in joins.values():
             join.reply(forming.number, numbers)
+        if world is self._worlds.get(""):
+            self._on_rebuilt(forming.number, tuple(numbers or range(world.size)), seconds)
 
     def _rebuild(self, now: float, world: World, running: Generation, forming: Generation) -> None:
         """Forms a rebuilt generation, once those have come that it needs; ends the one before."""
@@ -924,10 +926,8 @@ class Worlds:
         numbers = [member.number for member in forming.members.values()]
         for rank, member in forming.members.items():
             self._of[member.connection] = world, forming, rank
-        self._form(world, forming, numbers)
-        if world is self._worlds.get(""):
-            since = min(asked_at) if running.failed_at is None else running.failed_at
-            self._on_rebuilt(forming.number, tuple(numbers), now - since)
+        since = min(asked_at) if running.failed_at is None else running.failed_at
+        self._form(world, forming, numbers, now - since)
 
     def _drop(self, world: World, generation: Generation, rank: int) -> bool:
         """Forgets a rank that waited for a rebuild, or was new, and has ended; returns whether it was one."""
