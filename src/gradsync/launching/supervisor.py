@@ -21,7 +21,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradsync.environment import check_variables
 from gradsync.errors import BackendUnavailable, count
@@ -285,7 +285,7 @@ class Supervisor:
         from gradsync.rendezvous.server import RendezvousServer  # imported here, because ranks start meanwhile
 
         job, news = self._job, self._news
-        told = {} if news is None else {"on_lost": news.on_lost, "on_rebuilt": news.on_rebuilt}
+        told: dict[str, Any] = {} if news is None else {"on_lost": news.on_lost, "on_rebuilt": news.on_rebuilt}
         server = RendezvousServer(
             job.world_size, secret=endpoint.secret, listener=listener, min_ranks=job.min_ranks or 1, **told
         )
