@@ -59,7 +59,7 @@ class SimulatedRank:
         self.answer: list[Any] | None = None
         self.stream = socket.create_connection(address, PATIENCE_SECONDS)
         self.stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._join = Kind.JOIN, "", rank, ranks, None, self.MACHINE, "node", os.getpid(), self.MILLISECONDS
+        self._join = Kind.JOIN, "", rank, ranks, None, 0, self.MACHINE, "node", os.getpid(), self.MILLISECONDS
         self._channel = Channel(secret)
         self._send()
 

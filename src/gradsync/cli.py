@@ -143,14 +143,14 @@ Examples:
     "--min-ranks",
     type=_Integer(min=1),
     metavar="K",
-    help="Go on without ranks that fail while K are left, with gradsync.rebuild() in SCRIPT.  [default: all]",
+    help="The others go on while K ranks are left: see gradsync.rebuild().",
 )
 @click.option(
     "--respawn",
     type=_Integer(min=0),
     metavar="N",
     default=0,
-    help="How often in all a rank that fails starts again while the others go on.",
+    help="How often in all a rank that fails starts again by itself.",
 )
 @click.option(
     "--wrap",
@@ -186,7 +186,7 @@ Examples:
     "--node-rank",
     type=_Integer(min=0),
     metavar="K",
-    help="This machine's number, from 0. With -n P its ranks are K * P and so on.",
+    help="This machine's number: with -n P its ranks are K * P and so on.",
 )
 @click.option("--rendezvous", metavar="HOST:PORT", help="Machine 0 and a free port there, the same on every machine.")
 @click.option(
@@ -205,10 +205,9 @@ Examples:
 def run(context: click.Context, /, **options: Any) -> None:
     """Runs SCRIPT in several rank processes, on this machine or on several.
 
-    SCRIPT calls gradsync.init_process_group(). When a rank fails, gradsync ends the others, and shows the cause last,
-    with its traceback; the exit code is that of this rank, or 128 + n of a signal. With --min-ranks or --respawn the
-    others go on, and the exit code is 0 if K ranks end well. Ctrl-C asks all ranks to end, and a second Ctrl-C kills
-    them.
+    SCRIPT calls gradsync.init_process_group(). When a rank fails, gradsync ends the others (with --min-ranks they go
+    on), and shows the cause last, with its traceback; the exit code is that of this rank, or 128 + n of a signal.
+    Ctrl-C asks all ranks to end, and a second Ctrl-C kills them.
     """
     from gradsync.launching.command import run_command
 
