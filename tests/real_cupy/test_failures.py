@@ -44,3 +44,21 @@ def test_a_call_is_revoked_and_has_returned_before_the_abort(comm) -> None:
         assert caught.value.rank == 1
         wait_until(lambda: "abort" in nccl_between_processes.ends)
         assert nccl_between_processes.ends == ["revoke", "collective", "abort"]
+
+
+@pytest.mark.ranks(3, on=("cupy",), ends={1: 3})
+def test_the_others_rebuild_the_world(comm) -> None:
+    sync = gs.AllreduceCallback("sum", name="survivors")
+    for size in (3, 2):
+        assert comm.world_size == size
+        with sync.backward():
+            sync("w", ones())
+        assert sync.results()["w"].get().tolist() == [size] * 3
+        if comm.member == 1:
+            os._exit(3)
+        if size == 3:
+            with pytest.raises(gs.RankFailed):
+                for _ in range(100):
+                    comm.all_reduce(ones())
+            comm = gs.rebuild()
+    assert comm.objects.all_gather(comm.member) == [0, 2]
