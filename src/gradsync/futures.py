@@ -1,8 +1,8 @@
 """Futures of collectives and of gradients, and Work, for which they wait.
 
 A Work is what was begun: a collective on a GPU, a message to another rank, a step of a callback. What runs on the CPU
-has ended when the call of the backend returns; its Work is DONE. A future is a Work and a value. All gradients of a
-step share one Work, so that gradsync ends one object for a step of ten thousand gradients, not ten thousand objects.
+has ended when the backend's method returns; its Work is DONE. A future is a Work and a value. All gradients of a step
+share one Work: a step of ten thousand gradients ends one object.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def refuse_in_callback(label: str, what: str) -> None:
 
     Args:
         label: this rank's name in errors, such as "rank 0/2".
-        what: the collective's name.
+        what: the collective.
     """
     if this_thread.callbacks:
         place = caller()
@@ -295,11 +295,10 @@ os.register_at_fork(after_in_child=_begin_anew_after_fork)
 
 
 class CollectiveFuture:
-    """The future of a collective that `communicator.asynchronous` has begun: it gives the collective's result.
+    """The future of a collective that `communicator.asynchronous` has begun.
 
-    Until it is done, the arrays of the collective belong to gradsync: do not write to them, and do not read those that
-    receive results. On a GPU result() makes the current stream, not the host, wait for the collective. A future cannot
-    be cancelled, because other ranks take part in its collective.
+    Until it is done, the collective's arrays belong to gradsync: do not write to them, and do not read those for
+    results. On a GPU result() makes the current stream wait, not the host. There is no cancel(): other ranks take part.
 
     Args:
         name: the collective's name in errors.
@@ -324,20 +323,19 @@ class CollectiveFuture:
         return self._work.done()
 
     def result(self, timeout: float | None = None) -> Any:
-        """Returns the result, and waits for it if necessary.
+        """Returns the result, and waits for it if need be.
 
-        On the CPU collectives have run before you get the future. A message (send, recv, exchange) has not: result()
-        moves it on, and all other messages of the communicator too, until it has ended. On a GPU the host waits until
-        the collective is launched, and for results in host memory; the current stream waits for its end.
+        On the CPU a collective has run before you get its future. A message (send, recv, exchange) has not: result()
+        moves it on, with all others of the communicator, until it has ended. On a GPU the host waits for the launch,
+        and for results in host memory; the current stream waits for the end.
 
         Args:
-            timeout: how many seconds the host waits for a message, or for the launch. None means until the
-                collective's own deadline.
+            timeout: how many seconds the host waits; None means until the collective's own deadline.
 
         Raises:
-            FutureNotReady: the wait might never end, because the caller is a done-callback, or because only the calling
-                thread can flush the gradient's step.
-            CollectiveTimeout: the wait reached its deadline; the collective continues.
+            FutureNotReady: the wait might never end: the caller is a done-callback, or the only thread that can flush
+                the gradient's step.
+            CollectiveTimeout: the wait reached its deadline; the collective goes on.
             InvalidArgument: the timeout is not a number of seconds.
             PlanMismatch, RankFailed, ...: the collective failed with this error.
         """
@@ -345,7 +343,7 @@ class CollectiveFuture:
         return self._value
 
     def wait(self, stream: Any = None, *, timeout: float | None = None) -> None:
-        """Waits and raises errors like result(), but returns nothing.
+        """Waits as result() does, and raises its errors, but returns nothing.
 
         Args:
             stream: the CUDA stream that waits; None means the current stream. Ignored on the CPU.
@@ -365,14 +363,13 @@ class CollectiveFuture:
     def add_done_callback(self, function: Callable[[Self], None]) -> None:
         """Calls function(self) when the future is done.
 
-        A future that is done calls it at once, in the calling thread. Otherwise the thread calls it that finds the end:
-        on the CPU one that waits in a call of this communicator, on a GPU one of gradsync's. gradsync logs what the
-        function raises, and raises only SystemExit and KeyboardInterrupt. The function must not call collectives, hand
-        over gradients, or wait for a future that is not done: these calls raise InvalidArgument or FutureNotReady
-        there.
+        A future that is done calls it at once. Otherwise the thread that finds the end does: on the CPU one that waits
+        in a call of this communicator, on a GPU one of gradsync's. What the function raises is logged, except
+        SystemExit and KeyboardInterrupt. It must not call collectives, hand over gradients, or wait for a future that
+        is not done: these raise InvalidArgument or FutureNotReady there.
 
         Args:
-            function: the function to call. gradsync passes this future to the function.
+            function: takes this future.
 
         Raises:
             InvalidArgument: `function` is not callable.
@@ -393,7 +390,7 @@ class CollectiveFuture:
         return f"<{type(self).__name__} of {self.name}: {state}>"
 
     def __reduce__(self) -> NoReturn:
-        # Nobody would complete a copy of the future in another process.
+        # In another process nobody would end it.
         raise TypeError(f"the future of {self.name} cannot be pickled or copied: pass its .result()")
 
     def _order(self, stream: Any, timeout: float | None) -> None:
@@ -440,17 +437,15 @@ def _log_unread(name: str, work: Work) -> None:
 
 
 class GradientFuture(CollectiveFuture):
-    """The future of a gradient, made by AllreduceCallback: it gives the reduced gradient once the step is flushed.
+    """The future of a gradient, which AllreduceCallback returns: the reduced gradient, once the step is flushed.
 
-    The result is the array that the program handed over, with the reduced values. If this array is read-only or its
-    elements share memory, or if the gradient is a number, the result is a new array. With gradient_as_bucket_view, the
-    result is a view of the bucket.
+    The result is the array that you handed over, with the reduced values; a new one, if yours is read-only, its
+    elements share memory, or it is a number. With gradient_as_bucket_view it is a view of the bucket.
 
-    The future is done when the flush has ended. Before that, result() and wait() raise FutureNotReady in the thread
-    that hands over gradients, because only that thread can flush; other threads wait. On a GPU result() makes the
-    current stream, not the host, wait for the reduction. If the step failed, result() and wait() raise its error, and
-    exception() returns it: GradientCancelled if the backward pass ended with an exception, or the process group ended,
-    before the flush.
+    It is done when the flush has ended. Before, result() and wait() raise FutureNotReady in the thread that hands over
+    gradients, as only that can flush; other threads wait. On a GPU result() makes the current stream wait, not the
+    host. If the step failed, result() and wait() raise its error, and exception() returns it: GradientCancelled if the
+    backward pass raised, or the process group ended, before the flush.
     """
 
     __slots__ = ()
@@ -459,7 +454,7 @@ class GradientFuture(CollectiveFuture):
 
     @property
     def name(self) -> str:
-        """The words "the gradient of" and the gradient's name, for errors."""
+        """The gradient's name in errors."""
         return f"the gradient of {self._name}"
 
     def result(self, timeout: float | None = None) -> Any:
@@ -470,17 +465,17 @@ class GradientFuture(CollectiveFuture):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the reduced gradient; before the flush, raises FutureNotReady."""
+        """The shape of the reduced gradient; raises FutureNotReady before the flush."""
         return tuple(self._ready_value("shape").shape)
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the reduced gradient; raises the same errors as `shape`."""
+        """The dtype of the reduced gradient; raises as `shape` does."""
         return self._ready_value("dtype").dtype
 
     @property
     def device(self) -> Any:
-        """The device of the reduced gradient; raises the same errors as `shape`."""
+        """The device of the reduced gradient; raises as `shape` does."""
         return getattr(self._ready_value("device"), "device", "cpu")
 
     def numpy(self) -> Any:
@@ -499,7 +494,7 @@ class GradientFuture(CollectiveFuture):
         return in_host_memory
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Returns the reduced gradient as a NumPy array, for np.asarray(future); see numpy()."""
+        """The reduced gradient in host memory, for np.asarray(future); see numpy()."""
         return np.array(self.numpy(), dtype, copy=copy)
 
     def _ready_value(self, what: str) -> Any:

@@ -1,7 +1,7 @@
 """mpi4py's shape over any gradsync communicator: `from gradsync.mpi import MPI` in place of `from mpi4py import MPI`.
 
-A program that was written for mpi4py runs with it under `gradsync run` on a laptop, over MPI, and over NCCL on GPUs.
-Neither MPI nor mpi4py is needed. Names, arguments and results are those of mpi4py; errors are gradsync's.
+A program for mpi4py then runs under `gradsync run` on a laptop, over NCCL on GPUs, and over MPI; neither MPI nor mpi4py
+is needed. Names, arguments and results are mpi4py's, errors are gradsync's.
 
 Buffers are arrays (NumPy, CuPy, any with DLPack), other objects with a buffer, or lists: [array, type],
 [array, count], [array, count, type], [array, (count, displacement), type], and for the calls that end in v
@@ -79,7 +79,7 @@ class _ShapedType(type):
 
 
 class _Shaped(metaclass=_ShapedType):
-    """A class that stands for one of mpi4py, and says what to use in place of what it lacks."""
+    """A class in place of one of mpi4py's, which says what to use for what it lacks."""
 
     def __getattr__(self, name: str) -> NoReturn:
         _missing(type(self).__name__, name)
@@ -216,7 +216,7 @@ class Status(_Shaped):
 
 
 class Request(_Shaped):
-    """A message or a collective that was begun. Messages are pending until this rank waits: Test moves them on, too.
+    """A message or a collective that was begun. Messages move on while this rank waits or tests.
 
     Args:
         begun: what was begun; None: a request that is over, such as MPI.REQUEST_NULL.
@@ -413,7 +413,7 @@ class Comm(_Shaped):
     """A gradsync communicator in the shape of an mpi4py communicator.
 
     Methods raise the errors of Communicator (collectives.py), and InvalidArgument for a buffer that does not fit. What
-    mpi4py has and this class has not, raises AttributeError with what to use.
+    only mpi4py has raises AttributeError, which says what to use.
 
     Messages with tags: from one rank to another they match by tag, in the order of the calls. Send returns when the
     other rank has the message, as Ssend does. Between two ranks, let messages of the gradsync communicator itself end

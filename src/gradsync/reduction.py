@@ -1,7 +1,7 @@
-"""Reductions: the operators, the dtypes that they support, and their reference implementation in NumPy.
+"""Reductions: the operators, the dtypes that they support, and how NumPy does them.
 
-This module computes with host arrays, and does not communicate. The shared-memory backend reduces with `reduction_of`.
-The tests compare every backend with `reduce_into` and with NumPy's float64.
+Nothing here communicates. Shared memory without C reduces with `reduction_of`; the tests compare every backend with
+`reduce_into`, and with NumPy's float64.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ else:  # importing numpy.typing would take time at every start
 
 
 class ReduceOp(enum.StrEnum):
-    """An operator that reduces the arrays of all ranks to one array, element by element."""
+    """An operator that makes one array of those of all ranks, element by element."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -35,7 +35,7 @@ class ReduceOp(enum.StrEnum):
 
     @classmethod
     def parse(cls, value: str | ReduceOp) -> ReduceOp:
-        """Returns the operator that has this name, in upper or lower case.
+        """Returns the operator of this name, in upper or lower case.
 
         Raises:
             InvalidArgument: no operator has this name.
@@ -56,14 +56,14 @@ def _find(value: object) -> ReduceOp | None:
 
 
 def parse_reduce_method(value: str | ReduceOp, argument: str) -> ReduceOp:
-    """Returns the operator for gradients from its name: "sum" or "mean", in upper or lower case.
+    """Returns the operator for gradients: "sum" or "mean", in upper or lower case.
 
     Args:
         value: the name, or the operator.
-        argument: the name of the caller's argument in the error.
+        argument: the caller's argument in errors.
 
     Raises:
-        InvalidArgument: the value is neither "sum" nor "mean".
+        InvalidArgument: it is neither.
     """
     op = _find(value)
     if op is not ReduceOp.SUM and op is not ReduceOp.MEAN:
@@ -75,8 +75,8 @@ def parse_reduce_method(value: str | ReduceOp, argument: str) -> ReduceOp:
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX})
 _FLOATING = _ARITHMETIC | {ReduceOp.MEAN}
 
-# The dtype table: name -> the operators that are defined for it. Complex numbers have no order, a mean of integers
-# would need rounding, and a bool has no sum.
+# By the dtype's name, the operators that it has. Complex numbers have no order, a mean of integers would need rounding,
+# and a bool has no sum.
 OPERATIONS_BY_DTYPE: dict[str, frozenset[ReduceOp]] = {
     **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), _FLOATING),
     **dict.fromkeys(("complex64", "complex128"), frozenset({ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD})),
@@ -84,12 +84,11 @@ OPERATIONS_BY_DTYPE: dict[str, frozenset[ReduceOp]] = {
     "bool": frozenset({ReduceOp.MIN, ReduceOp.MAX}),
 }
 
-# On the host, gradsync adds values of half precision in float32, so that it rounds a sum over many ranks only once.
+# On the host half precision is added in float32, so that a sum over many ranks is rounded once.
 _HALF_PRECISION = ("float16", "bfloat16")
 _FLOAT32 = np.dtype(np.float32)
 
-# gradsync reduces arrays of half precision in blocks of this size, because their float32 values fit into a core's L2
-# cache.
+# Half precision is reduced in blocks of this size: their float32 values fit into a core's L2 cache.
 _BLOCK_ELEMENTS = 2**16
 
 
@@ -106,7 +105,7 @@ _block = _Block()
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-# For each operator, the ufunc that reduces two values to one. For a mean, gradsync divides the sum afterwards.
+# The ufunc that makes one value of two. The sum of a mean is divided afterwards.
 _UFUNCS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.SUM: np.add,
     ReduceOp.MEAN: np.add,
@@ -121,8 +120,7 @@ def check_operation(op: ReduceOp, dtype: np.dtype[Any]) -> None:
     """Checks that the dtype supports the operator.
 
     Raises:
-        UnsupportedDtype: the dtype is not in OPERATIONS_BY_DTYPE, is not in native byte order, or does not support the
-            operator.
+        UnsupportedDtype: it does not, is not in OPERATIONS_BY_DTYPE, or is not in native byte order.
     """
     if not dtype.isnative:
         raise UnsupportedDtype(f"{dtype.name} needs native byte order, got {dtype.str}: convert it with astype first")
@@ -135,7 +133,7 @@ def check_operation(op: ReduceOp, dtype: np.dtype[Any]) -> None:
 
 
 def operator_for(op: str | ReduceOp, dtype: np.dtype[Any]) -> ReduceOp:
-    """Returns the operator, after checking that the dtype supports it; raises as parse() and check_operation()."""
+    """Returns the operator, which the dtype supports; raises as parse() and check_operation()."""
     return _operator_for(op, dtype) if isinstance(op, str) else ReduceOp.parse(op)
 
 
@@ -168,13 +166,13 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 @lru_cache(maxsize=64)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Returns dtype.name from a cache, because NumPy takes several microseconds to compute it."""
+    """Returns dtype.name from a cache: NumPy takes several microseconds to make it."""
     return str(dtype.name)
 
 
 @lru_cache(maxsize=64)
 def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype in which gradsync adds values of `dtype` on the host."""
+    """Returns the dtype in which values of `dtype` are added on the host."""
     return _FLOAT32 if dtype.name in _HALF_PRECISION else dtype
 
 
@@ -184,22 +182,21 @@ Reduce = Callable[[Sequence[Array], Array], None]
 def reduce_into(op: ReduceOp, contributions: Sequence[Array], out: Array) -> None:
     """Reduces the arrays of all ranks, in the given order, into `out`.
 
-    The order of the operands is fixed, so equal contributions give the same bits on every rank. There is one exception:
-    the bits of a product of complex numbers may depend on the position of the element in the array. For half precision,
-    the function computes in float32, and rounds the result once.
+    The order is fixed, so equal contributions give the same bits on every rank; except for products of complex numbers,
+    whose bits may depend on an element's position. Half precision is computed in float32, and rounded once.
 
     Args:
         op: an operator that check_operation has accepted for the dtype.
-        contributions: one array of each rank, in rank order, all with the same shape and dtype. Only the first or the
-            second of these arrays may be `out` itself.
-        out: a contiguous array for the result, with the same shape and dtype.
+        contributions: an array of each rank, in rank order, of one shape and dtype. Only the first or the second may be
+            `out` itself.
+        out: a contiguous array of the same shape and dtype for the result.
     """
     reduction_of(op, out.dtype, len(contributions))(contributions, out)
 
 
 @lru_cache(maxsize=256)
 def reduction_of(op: ReduceOp, dtype: np.dtype[Any], count: int) -> Reduce:
-    """Returns the function with which `reduce_into` reduces `count` arrays of a dtype."""
+    """Returns what reduces `count` arrays of a dtype, for `reduce_into`."""
     if accumulation_dtype(dtype) != dtype:
         return partial(_reduce_halves, op)
     ufunc, divides = _UFUNCS[op], op is ReduceOp.MEAN
@@ -236,22 +233,19 @@ def _reduce_halves(op: ReduceOp, contributions: Sequence[Array], out: Array) -> 
 
 
 def divide_into(values: Array, count: int, out: Array) -> None:
-    """Divides values by the number of ranks.
-
-    If the number of ranks is a power of two, the function multiplies by 1 / count, which gives the same bits as a
-    division, and is faster on many processors.
+    """Divides values by the number of ranks; multiplies by a power of two, which gives the same bits sooner.
 
     Args:
-        values: a floating or complex array. A complex array must be contiguous.
+        values: a floating or complex array. A complex one must be contiguous.
         count: the number of ranks.
-        out: the array for the quotients, which may be `values` itself.
+        out: an array for the quotients, which may be `values` itself.
     """
     function, arguments = division_call(values, count, out)
     function(*arguments)
 
 
 def division_call(values: Array, count: int, out: Array) -> Call:
-    """Returns the function that `divide_into` calls, and its arguments."""
+    """Returns what `divide_into` calls, and its arguments."""
     part = part_dtype(values.dtype)
     if part is not values.dtype:
         values, out = values.reshape(-1).view(part), out.reshape(-1).view(part)
@@ -263,7 +257,7 @@ def division_call(values: Array, count: int, out: Array) -> Call:
 def _division(dtype: np.dtype[Any], count: int) -> tuple[Callable[..., Any], Array]:
     """Returns the ufunc that divides values of a floating dtype by `count`, and its second operand.
 
-    The operand is a 0-d array, because NumPy would convert a scalar again in each call.
+    That is a 0-d array: NumPy would convert a scalar again in each call.
     """
     by_multiplication = count & (count - 1) == 0  # a power of two
     operand = np.array(1.0 / count if by_multiplication else count, dtype)
@@ -273,9 +267,8 @@ def _division(dtype: np.dtype[Any], count: int) -> tuple[Callable[..., Any], Arr
 
 @lru_cache(maxsize=64)
 def part_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype of the real and imaginary parts of a complex dtype. Returns any other dtype unchanged.
+    """Returns the dtype of a complex dtype's real and imaginary parts, and any other dtype as it is.
 
-    gradsync divides real and imaginary parts separately, because NumPy's quotient of infinity and a complex number
-    contains NaN.
+    They are divided separately: NumPy's quotient of infinity and a complex number has NaN.
     """
     return np.empty(0, dtype).real.dtype if dtype.kind == "c" else dtype

@@ -37,7 +37,7 @@ class GradientSpec(NamedTuple):
     """What the ranks must agree on about a gradient.
 
     Attributes:
-        name: the same on all ranks: the repr() of the parameter's name; for an array see gradient.name_of_array; in
+        name: the same on all ranks: the repr() of the parameter's name; of an array see gradient.name_of_array; in
             average_gradients() the path in the tree.
         shape: the gradient's shape.
         dtype: the name of the gradient's dtype.
@@ -201,10 +201,10 @@ class GradientBucket:
     """The argument of a hook: a bucket whose gradients stand one after the other in a flat buffer.
 
     Attributes:
-        buffer: a 1-D array of this rank's values, on the communicator's device. The hook replaces them by the reduced
-            values. The array is valid until the hook returns.
-        names: the names of the gradients, in the order of the buffer. A name that is a string is unchanged. Another
-            name is given as its repr(), and an array as its index, such as "#3".
+        buffer: a 1-D array of this rank's values, on the communicator's device, which the hook replaces by the reduced
+            values. It is valid until the hook returns.
+        names: the names of the gradients, in the order of the buffer: a string as it is, anything else as its repr(),
+            an array as its index, such as "#3".
         index: the bucket's number in its step, from 0.
         communicator: the communicator whose ranks reduce the bucket.
         op: what the hook computes: "sum" or "mean". In a step with unequal weights the values are weighted already, and

@@ -49,8 +49,8 @@ class Divergence:
     """Compares the parameters of one callback on one communicator.
 
     Args:
-        check_every: the number of steps from one comparison to the next; 0 switches them off.
-        raises: whether values that differ are an error; else they are a warning.
+        check_every: how many steps from one comparison to the next; 0: none.
+        raises: whether values that differ are an error, and not a warning.
         communicator: whose ranks compare.
     """
 

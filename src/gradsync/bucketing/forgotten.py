@@ -20,13 +20,13 @@ _lost: dict[str, None] = {}  # the error texts of callbacks that were garbage-co
 
 
 def watch(callback: object, step: Step) -> None:
-    """Watches a callback for gradients that are never reduced."""
+    """Watches a callback for gradients that nobody reduces."""
     _watched[step] = None
     weakref.finalize(callback, _collected, step).atexit = False
 
 
 def take_forgotten() -> list[str]:
-    """Returns the error texts for gradients that wait for a flush, each only once; cancels their futures."""
+    """Returns the errors for gradients that still wait for a flush, each once; cancels their futures."""
     texts = list(_lost)
     _lost.clear()
     for step in list(_watched):
@@ -54,7 +54,7 @@ def _collected(step: Step) -> None:
 
 
 def _forget_after_fork() -> None:
-    """Forgets the parent's gradients in the child of a fork: the parent will reduce them."""
+    """Forgets the parent's gradients in a forked child: the parent will reduce them."""
     for step in list(_watched):
         step.disown()
     _watched.clear()

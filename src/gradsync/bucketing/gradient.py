@@ -53,7 +53,7 @@ def is_array(param: Any) -> bool:
 
 
 def key_of(param: Any) -> Hashable:
-    """Returns a hashable key that identifies a parameter in this process.
+    """Returns a parameter's key in this process, which is hashable.
 
     Raises:
         InvalidArgument: the parameter is neither hashable nor an array.
@@ -103,7 +103,7 @@ def name_of_array(param: Any, communicator: Communicator) -> str:
 
 
 def as_array(grad: Any) -> Any:
-    """Returns a NumPy scalar, or a Python float or complex, as a new 0-d array; returns an array unchanged."""
+    """Returns a number, NumPy's or Python's float or complex, as a new 0-d array; an array as it is."""
     return np.asarray(grad) if isinstance(grad, (np.generic, float, complex)) else grad
 
 
@@ -111,10 +111,10 @@ def accept(name: str, grad: Any, communicator: Communicator, options: Options) -
     """Returns a gradient as a native array that can be reduced.
 
     Args:
-        name: the gradient's name, for errors.
-        grad: the gradient that was handed over.
-        communicator: the communicator that reduces the gradient.
-        options: the options of the callback.
+        name: its name in errors.
+        grad: what was handed over.
+        communicator: whose ranks reduce it.
+        options: the callback's.
 
     Raises:
         InvalidArgument, UnsupportedDtype: see AllreduceCallback.__call__.
@@ -142,7 +142,7 @@ def accept(name: str, grad: Any, communicator: Communicator, options: Options) -
 
 
 class _Claim(NamedTuple):
-    """The memory addresses [begin, end) of one gradient; `order` is unique, so that sorting never compares arrays."""
+    """The addresses [begin, end) of one gradient; `order` is unique, so that sorting never compares arrays."""
 
     begin: int
     order: int
@@ -152,10 +152,7 @@ class _Claim(NamedTuple):
 
 
 class OverlapCheck:
-    """Refuses gradients of one step that share memory.
-
-    The check keeps the gradients alive, so that no other array gets their memory.
-    """
+    """Refuses gradients of a step that share memory. It keeps them alive, so that no other array gets their memory."""
 
     def __init__(self) -> None:
         self._claims: list[_Claim] = []
@@ -163,24 +160,22 @@ class OverlapCheck:
         self._ranges_overlap = False  # True only with interleaved views, or with read-only arrays
 
     def claim(self, array: Array, name: str, arrays: ArrayKind, who: str) -> None:
-        """Records the memory of a gradient; raises if an earlier gradient of the step shares this memory.
+        """Takes the memory of a gradient, which no earlier gradient of the step may share.
 
         Args:
             array: the gradient as a native array; host and devices share one address space.
-            name: the gradient's name, for the error.
+            name: its name in errors.
             arrays: the communicator's functions for arrays.
-            who: the beginning of the error text, which names this rank.
+            who: the beginning of errors, which names this rank.
 
         Raises:
-            InvalidArgument: the gradient shares memory with an earlier gradient, and the reduction writes to at least
-                one of the two.
+            InvalidArgument: an earlier gradient shares it, and the reduction writes to at least one of the two.
         """
         if not array.size:
             return
         begin, end = arrays.byte_bounds(array)
         claims = self._claims
-        # If the known ranges do not overlap, only one earlier range can overlap the new range from below: the last
-        # known range that begins before the new range.
+        # If no known ranges overlap, only the last one that begins before the new one can overlap it from below.
         if self._ranges_overlap:
             at = bisect_left(claims, (begin - self._longest_bytes,))
         else:
@@ -215,13 +210,12 @@ def known_parameters(parameters: Any, op: ReduceOp, communicator: Communicator) 
     """Returns the entries of the option `parameters`, by key, in order.
 
     Args:
-        parameters: the option: a mapping of names to arrays or to (shape, dtype), or a list of arrays.
+        parameters: a mapping of names to arrays or to (shape, dtype), or a list of arrays.
         op: the operator of the reduction.
-        communicator: the communicator that will reduce the gradients.
+        communicator: whose ranks reduce the gradients.
 
     Raises:
-        InvalidArgument: `parameters` has a wrong type, names a parameter twice, or has an entry that is neither an
-            array nor (shape, dtype).
+        InvalidArgument: it is something else, or names a parameter twice.
         UnsupportedDtype: the operator is not defined for a dtype.
     """
     if hasattr(parameters, "dtype") or not isinstance(parameters, Iterable) or isinstance(parameters, (str, bytes)):

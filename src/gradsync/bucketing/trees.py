@@ -1,8 +1,7 @@
 """Trees: nested containers of arrays, averaged over the ranks or sent from the root to all of them.
 
 A tree nests dicts (in any order), lists, tuples, namedtuples and dataclasses and, where the program has imported JAX,
-the classes that are registered there as pytrees. flatten() takes a tree apart, and unflatten() makes a copy of it with
-other leaves.
+the pytrees that are registered there. flatten() takes it apart, and unflatten() makes a copy with other leaves.
 """
 
 from __future__ import annotations
@@ -175,36 +174,34 @@ def average_gradients(
     """Averages or sums the gradients of a tree over the ranks: `gradients = gs.average_gradients(gradients)`.
 
     Every rank must call it with arrays of the same shapes and dtypes at the same paths. A tree nests dicts (in any
-    order), lists, tuples, namedtuples, dataclasses, and pytrees that are registered with JAX. Use the tree that the
-    function returns. Writeable arrays are reduced in place, and the returned tree has these same arrays. If an array is
-    read-only, such as JAX's, or its elements share memory, the returned tree has a new array of the same kind in its
-    place. A number (NumPy scalar, float, complex, int) is replaced by a new number. None stays None, unless the ranks
-    reduced a gradient for it: with a callback that has missing="zero", or where this rank has a weight of 0 and no
-    gradient at all, and knows the tree.
+    order), lists, tuples, namedtuples, dataclasses, and pytrees that are registered with JAX. Writeable arrays are
+    reduced in place. Use the tree that is returned: it has a new array of the same kind in place of a read-only one,
+    such as JAX's, or one whose elements share memory, and a new number in place of a number. None stays None, unless
+    the ranks reduced a gradient for it: with a callback that has missing="zero", or where this rank has a weight of 0
+    and no gradient at all, and knows the tree.
 
-    With one rank, without a callback and a weight, the function returns the tree unchanged and unchecked.
+    With one rank, without a callback and a weight, the tree comes back as it is, unchecked.
 
     Args:
-        tree: a tree of gradients on the communicator's device. A single array is a tree too. The function does not
-            change the tree's containers.
-        callback: the AllreduceCallback that reduces the gradients as one step; the path of a gradient is its name. All
-            options of the callback apply, such as clipping.
-        op: "mean" or "sum", in upper or lower case. None means the callback's operator or, without a callback, "mean".
-        communicator: the communicator of the ranks. None means the callback's communicator or, without a callback, the
-            world communicator.
+        tree: a tree of gradients on the communicator's device, or a single array or number. Its containers stay as they
+            are.
+        callback: the AllreduceCallback that reduces the gradients as one step, with all its options, such as clipping;
+            a gradient's path is its name.
+        op: "mean" or "sum", in upper or lower case. None means the callback's operator or, without one, "mean".
+        communicator: whose ranks reduce. None means the callback's or, without one, the world communicator.
         weight: this rank's weight in the mean, such as the number of its samples; see AllreduceCallback.backward. If
             all weights are 0, nothing is reduced, and the tree that is returned has None in place of each gradient.
 
     Returns:
-        A tree of the same structure. Its containers are copies, unless the tree is returned unchanged.
+        A tree of the same structure. Its containers are copies, unless it is the tree itself.
 
     Raises:
         InvalidArgument: a value in the tree is not an array, a number or None; two arrays share memory, or have the
             same path; a container contains itself, or cannot be copied; an int is too large for a sum; `op` is neither
             "mean" nor "sum"; `op` or `communicator` is passed with a callback; or the weight cannot be used.
         UnsupportedDtype: the operator is not defined for a dtype, e.g. the mean of integers; the text names the path.
-        PlanMismatch: the ranks' trees differ. All ranks raise this error, which names the first different path. Nothing
-            was written.
+        PlanMismatch: the ranks' trees differ. All ranks raise it, with the first path that differs; nothing was
+            written.
         RankFailed, CollectiveTimeout, CommunicatorClosed: a collective has failed.
     """
     if callback is not None:
@@ -324,30 +321,30 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
 
     Every rank must call it with a tree of the same structure, with arrays of the same shapes and dtypes at the same
     paths. A tree nests dicts (of the same keys, in any order), lists, tuples, namedtuples, dataclasses, and pytrees
-    that are registered with JAX. The root's arrays are copied into the arrays of the other ranks. All other values
-    (step counters, learning rates, strings, NumPy scalars, None, objects of any class) are sent by pickle, so ranks
-    must trust the root. Only the returned tree has the root's other values; the given tree keeps its own. What a JAX
-    pytree does not list among its children, such as static fields, is not sent.
+    that are registered with JAX. The root's arrays are copied into those of the other ranks. All else (step counters,
+    learning rates, strings, NumPy scalars, None, objects of any class) is sent by pickle, so ranks must trust the root,
+    and only the tree that is returned has it. What a JAX pytree does not list among its children, such as static
+    fields, is not sent.
 
     Once the ranks have made a step, they write to their arrays only when all have arrived, for which they need memory
     for a second copy: if a rank dies meanwhile, no other is left with half of a state.
 
     Args:
-        tree: the tree of this rank. The function does not change the tree's containers.
+        tree: the tree of this rank. Its containers stay as they are.
         root: the rank whose values all ranks get.
         communicator: the communicator of the ranks; None means the world communicator.
 
     Returns:
-        A tree of the same structure with the root's values. The dicts of the returned tree have the root's order.
-        The arrays of the returned tree are the arrays of the given tree. The containers are copies.
+        A tree of the same structure with the root's values: this rank's arrays, in copies of its containers. Dicts have
+        the root's order.
 
     Raises:
-        InvalidArgument: on a rank other than the root an array is read-only, or its elements share memory, or a value
+        InvalidArgument: an array of a rank other than the root is read-only, or its elements share memory, or a value
             of the root cannot be pickled: all ranks raise it. Or the root is outside the communicator, or a container
             contains itself. No array was written to.
         UnsupportedDtype: the elements of an array are Python objects. No array was written to.
-        PlanMismatch: the ranks' trees differ, or the root's values do not fit on some rank; the text names the first
-            different path of each rank. No array was written to.
+        PlanMismatch: the ranks' trees differ, or the root's values do not fit on some rank; the text has the first path
+            that differs on each. No array was written to.
         RankFailed, CollectiveTimeout, CommunicatorClosed: a collective has failed.
     """
     communicator, root = communicator_and_root("broadcast_tree", communicator, root)

@@ -1,8 +1,7 @@
 """Finds the first collective in which ranks differ, and ranks that wait for each other in a circle.
 
-The rendezvous server calls these functions while ranks wait; they do no I/O and read no clocks. A rank remembers only
-its last collectives, so first_divergence compares only collectives that at least two ranks remember. A rank that has
-begun fewer collectives does not differ for that reason.
+The rendezvous server asks while ranks wait; nothing here does I/O, or reads a clock. A rank remembers only its last
+collectives, so only those that two ranks remember are compared. To have begun fewer is no difference.
 """
 
 from __future__ import annotations
@@ -17,16 +16,15 @@ class Call(NamedTuple):
     """A collective that a rank has begun.
 
     Attributes:
-        digest: a number that is equal on ranks that call the same collective.
-        what: the description of the collective.
+        digest: equal on ranks that call the same collective.
+        what: the collective in words.
     """
 
     digest: int
     what: str
 
 
-#: The last collectives that one rank has begun in a group, by number; the first collective of a group has number 1.
-#: Messages are left out.
+#: The last collectives that one rank has begun in a group, by number from 1. Messages are left out.
 History = Mapping[int, Call]
 
 
@@ -34,12 +32,10 @@ class Divergence(NamedTuple):
     """The first collective of a group in which ranks differ.
 
     Attributes:
-        group: the name of the group.
-        number: the number of the collective.
-        sides: the different collectives that ranks called under this number, each with its ranks. The collective that
-            most ranks called comes last.
-        is_certainly_first: whether the ranks cannot have differed earlier. This is False if a rank that remembers this
-            collective no longer remembers the previous collective.
+        group: the group's name.
+        number: the collective's.
+        sides: what ranks called under this number, each with its ranks; what most called comes last.
+        is_certainly_first: whether they cannot have differed before: who remembers this one remembers the one before.
     """
 
     group: str
@@ -48,7 +44,7 @@ class Divergence(NamedTuple):
     is_certainly_first: bool
 
     def text(self) -> str:
-        """Returns a sentence that describes the difference."""
+        """Returns the difference as a sentence."""
         *few, (most, most_ranks) = self.sides
         first, *later = few
         told = f"{name_ranks(first[1])} called {first[0].what} as #{self.number} of group {self.group!r}"
@@ -61,11 +57,11 @@ class Divergence(NamedTuple):
 
 
 def first_divergence(group: str, histories: Mapping[int, History]) -> Divergence | None:
-    """Returns the first collective in which ranks differ; None if the ranks differ in no remembered collective.
+    """Returns the first collective in which ranks differ; None if they differ in none that is remembered.
 
     Args:
-        group: the name of the group.
-        histories: by world rank: the rank's last collectives in this group.
+        group: the group's name.
+        histories: the last collectives in it, by world rank.
     """
     for number in sorted({number for history in histories.values() for number in history}):
         sides: dict[int, list[int]] = {}
@@ -88,11 +84,10 @@ class Wait(NamedTuple):
 
     Attributes:
         rank: the world rank.
-        group: the name of the group.
-        number: the number of the collective in the group; 0 if the rank waits in a send or receive.
-        what: the description of the collective.
-        for_ranks: the members that have not begun the collective; empty if all members have begun the collective, or if
-            the late members are unknown.
+        group: the group's name.
+        number: the collective's number in it; 0 for a send or receive.
+        what: the collective in words.
+        for_ranks: the members that have not begun it; empty if all have, or if they are not known.
     """
 
     rank: int
@@ -103,16 +98,15 @@ class Wait(NamedTuple):
 
 
 def circle(waits: Iterable[Wait]) -> list[Wait] | None:
-    """Returns the ranks that wait for each other in a circle, each as a Wait; None if there is no circle.
+    """Returns the ranks that wait for each other in a circle, each for the next; None if there is none.
 
-    Each returned rank waits for the next rank, and the last rank waits for the first rank. The first rank is the lowest
-    rank of the circle.
+    The first is the lowest rank of the circle.
     """
     by_rank: dict[int, list[Wait]] = {}
     for wait in waits:
         by_rank.setdefault(wait.rank, []).append(wait)
     for start in sorted(by_rank):
-        came_by: dict[int, Wait] = {}  # by rank: the wait by which the search first found this rank
+        came_by: dict[int, Wait] = {}  # the wait by which each rank was first found
         left = [start]
         for rank in left:
             for wait in by_rank.get(rank, ()):
@@ -133,7 +127,7 @@ def _place(wait: Wait) -> str:
 
 
 def circle_text(waits: Sequence[Wait]) -> str:
-    """Returns a sentence that names ranks that wait for each other in a circle, and their collectives."""
+    """Returns a circle as a sentence."""
     steps = [
         f"rank {wait.rank} waits in {wait.what}{_place(wait)} for rank {after.rank}"
         for wait, after in zip(waits, [*waits[1:], waits[0]], strict=True)

@@ -1,8 +1,8 @@
-"""The flight recorder: it records the last collectives of a rank, and when each collective began and ended.
+"""The flight recorder: the last collectives of a rank, and when each began and ended.
 
-The recorder is always on, so it must cost almost nothing: an entry is a short list in a ring buffer. The recorder makes
-an entry when a collective begins, and completes the entry when the collective ends. An entry becomes text only when a
-report, an error or a trace shows it. Any thread may read the entries at any time.
+It is always on, so it must cost almost nothing: an entry is a short list in a ring buffer, made when a collective
+begins, completed when it ends, and turned into text only where a report, an error or a trace shows it. Any thread may
+read the entries at any time.
 """
 
 from __future__ import annotations
@@ -14,30 +14,29 @@ from typing import Any, NamedTuple, Protocol
 
 from gradsync.environment import FLIGHT_RECORDER_ENTRIES
 
-_TRACED_ENTRIES = 30_000  # the least number of entries that a recorder keeps during a trace
+_TRACED_ENTRIES = 30_000  # that a recorder keeps during a trace, at least
 
-#: During a trace, which trace.py begins: the recorders of all communicators that were made since. Otherwise None.
+#: During a trace, which trace.py begins, the recorders of all communicators made since. Otherwise None.
 traced: list[FlightRecorder] | None = None
 
 
 class Recorded(Protocol):
-    """The description of a collective, or of a message between two ranks; it must hold no reference to an array."""
+    """A collective, or a message between two ranks, described; it must hold no reference to an array."""
 
     @property
     def is_message(self) -> bool:
-        """Whether this describes a message. A message has no number of its own, because only two ranks take part."""
+        """Whether it is a message. A message has no number of its own, as only two ranks take part."""
 
     @property
     def digest(self) -> int:
-        """A number that is equal on ranks that call the same collective."""
+        """Equal on ranks that call the same collective."""
 
     def headline(self) -> str:
-        """Returns the description in one line."""
+        """Returns it in one line."""
 
 
-# A list of the fields of an Entry. The last two fields are set when the collective ends. The recorder uses a list,
-# because an object takes longer to make, and because Python copies a list in one step. So a reader never gets only a
-# part of an entry, or fields of two entries.
+# The fields of an Entry; the last two are set when the collective ends. A list, because an object takes longer to make,
+# and because Python copies a list in one step: a reader never gets a mixture.
 Running = list[Any]
 _ENDED, _FAILED = 3, 4
 
@@ -46,13 +45,12 @@ class Entry(NamedTuple):
     """A collective or a message of this rank.
 
     Attributes:
-        number: the number of the collective in its communicator, counted from 1, and the same on all ranks that run the
-            same program. A message has the number of the collective before it, or 0 if there is none.
-        what: the description of the collective or message.
-        began: the time at which this rank entered the collective, in time.monotonic() seconds.
-        ended: the time at which the collective ended, in time.monotonic() seconds; None while the collective runs. On a
-            GPU this is the time at which the process noticed the end.
-        failed: whether the collective ended with an error.
+        number: of the collective in its communicator, from 1, the same on all ranks of one program. A message has that
+            of the collective before it, or 0.
+        what: the collective or message.
+        began: when this rank entered it, in time.monotonic() seconds.
+        ended: when it ended; None while it runs. On a GPU, when the process noticed the end.
+        failed: whether it ended with an error.
     """
 
     number: int
@@ -63,7 +61,7 @@ class Entry(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The name of the collective with its number, such as "all_reduce(sum) #57 (float32[1000] 3.91 KB)"."""
+        """Its name and number, such as "all_reduce(sum) #57 (float32[1000] 3.91 KB)"."""
         headline = self.what.headline()
         name, bracket, details = headline.partition(") ")  # "broadcast(root 0) float32[3] 12 bytes"
         name, details = (name + ")", details) if bracket else headline.partition(" ")[::2]
@@ -71,7 +69,7 @@ class Entry(NamedTuple):
         return f"{name} {place} ({details})" if details else f"{name} {place}"
 
     def describe(self, now: float) -> str:
-        """Returns a line such as "#57 all_reduce(sum) float32[1000] 3.91 KB done in 1.2 ms, 3.4 s ago"."""
+        """Returns it as a line, such as "#57 all_reduce(sum) float32[1000] 3.91 KB done in 1.2 ms, 3.4 s ago"."""
         title = f"{'after ' if self.what.is_message else ''}#{self.number} {self.what.headline()}"
         if self.ended is None:
             return f"{title} running for {seconds_text(now - self.began)}"
@@ -80,18 +78,16 @@ class Entry(NamedTuple):
 
 
 class FlightRecorder:
-    """The last collectives of one communicator.
-
-    Only one thread at a time may record collectives. Any number of threads may read the entries.
+    """The last collectives of one communicator. One thread at a time may record; any may read.
 
     Args:
         group: the communicator's name.
-        world_size: the number of the communicator's ranks.
-        backend: the name of the communicator's backend.
+        world_size: the number of its ranks.
+        backend: its backend's name.
 
     Attributes:
         group, world_size, backend: see Args.
-        begun: the number of collectives that this rank has begun.
+        begun: how many collectives this rank has begun.
     """
 
     __slots__ = ("_ring", "_running", "backend", "begun", "group", "world_size")
@@ -108,7 +104,7 @@ class FlightRecorder:
             traced.append(self)
 
     def __repr__(self) -> str:
-        """Returns the group, its number of collectives, and the last of them as `describe` shows them."""
+        """Returns the group, how many collectives it has begun, and the last of them; see `describe`."""
         title = f"<FlightRecorder of group {self.group!r}: {self.begun} collectives begun>"
         return "\n".join([title, *self.describe().splitlines()])
 
@@ -120,7 +116,7 @@ class FlightRecorder:
         self._ring.append(self._running)
 
     def end(self, failed: bool = False) -> None:
-        """Records that the running collective has ended. Does nothing if `hand_over` has returned the collective."""
+        """Records that the running collective has ended; does nothing if `hand_over` has returned it."""
         running = self._running
         if running is not None:
             self._running = None
@@ -129,33 +125,32 @@ class FlightRecorder:
             running[_ENDED] = monotonic()
 
     def hand_over(self) -> Running | None:
-        """Returns the running collective; None if no collective runs.
+        """Returns the running collective, for `finish` when it ends: on a GPU it runs on after its call has returned.
 
-        On a GPU a collective continues to run after its call has returned. The caller must pass the returned collective
-        to `finish` when the collective ends.
+        None if none runs.
         """
         running, self._running = self._running, None
         return running
 
     @property
     def last(self) -> Entry | None:
-        """The entry that began last; None if there is no entry."""
+        """The entry that began last; None if there is none."""
         ring = self._ring
         return Entry(*ring[-1]) if ring else None
 
     def entries(self) -> list[Entry]:
         """Returns the remembered entries, the oldest first."""
-        return [Entry(*running) for running in self._ring.copy()]  # a copy, because another thread may append
+        return [Entry(*running) for running in self._ring.copy()]  # another thread may append
 
     def describe(self, last: int = 8) -> str:
-        """Returns the last collectives as text, the newest first, one on each line; "" if there are none."""
+        """Returns the last collectives as text, a line for each, the newest first; "" if there are none."""
         newest = self.entries()[::-1][:last]
         now = monotonic()
         return "\n".join([entry.describe(now) for entry in newest])
 
 
 def finish(running: Running, *, failed: bool) -> None:
-    """Records the end of a collective that `hand_over` has returned."""
+    """Records the end of what `hand_over` has returned."""
     running[_FAILED] = failed
     running[_ENDED] = monotonic()
 
@@ -168,6 +163,6 @@ def seconds_text(seconds: float) -> str:
 
 
 def names_text(names: Sequence[str]) -> str:
-    """Returns the first two names and the number of other names, such as "[conv1.weight, conv1.bias, 12 more]"."""
+    """Returns names as text, such as "[conv1.weight, conv1.bias, 12 more]"."""
     more = [f"{len(names) - 2} more"] if len(names) > 2 else []
     return f"[{', '.join([*names[:2], *more])}]"

@@ -20,21 +20,20 @@ _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _INSTALLED = os.path.join(_STANDARD_LIBRARY, "site-packages", "")
 _LAUNCHING = os.path.join(_PACKAGE, "launching", "")
 _SERVICE_THREADS = "gradsync-"  # the prefix of the names of gradsync's own threads
-# stack_report shows this number of innermost frames: the first number with which the text is short enough.
+# How many innermost frames stack_report shows: the first number with which the text is short enough.
 _FRAMES = (64, 32, 16, 8, 4, 2, 1)
 _NAMES = 3
 _LINE_CHARACTERS = 160
-_SOURCE_SECONDS = 1.0  # the time limit for reading the lines of the program's files
-_hanging: set[str] = set()  # files that could not be read in this time; gradsync does not read these files again
+_SOURCE_SECONDS = 1.0  # for reading the lines of the program's files
+_hanging: set[str] = set()  # files that could not be read in this time, and are not read again
 
 
 def stack_report() -> str:
     """Returns the stacks of all threads except gradsync's own: the main thread first, the innermost frames first.
 
-    Of nested calls within gradsync, the text shows only the outermost call. The text shows equal stacks once, with the
-    names of up to three threads. If the text is too long, outer frames are left out. This function never raises an
-    error. If the file system of a program's file hangs, this function waits for one second. Any thread may call this
-    function at any time.
+    Of nested calls within gradsync only the outermost is shown, and equal stacks once, with the names of up to three
+    threads. Of a text that is too long, outer frames are left out. It never raises, and waits for one second at most,
+    if the file system of a program's file hangs. Any thread may call it at any time.
     """
     try:
         return _report()
@@ -53,7 +52,7 @@ def _report() -> str:
 
 
 def _stacks() -> dict[tuple[str, ...], list[str]]:
-    """Returns, for each stack, the names of the threads with this stack; the main thread's stack comes first."""
+    """Returns the names of the threads by their stack; the main thread's comes first."""
     known = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = [(ident != main, known.get(ident, f"thread {ident}"), f) for ident, f in sys._current_frames().items()]
@@ -67,14 +66,11 @@ def _stacks() -> dict[tuple[str, ...], list[str]]:
 
 
 def _shown(frame: FrameType | None) -> list[tuple[CodeType, int]]:
-    """Returns the code and the line number of each frame to show, the innermost frame first.
-
-    Of nested calls within gradsync, only the outermost call is returned.
-    """
+    """Returns code and line of each frame to show, innermost first; of nested calls in gradsync only the outermost."""
     shown: list[FrameType] = []
     while frame is not None:
         if shown and frame.f_code.co_filename.startswith(_LAUNCHING):
-            break  # the outer frames belong to the launcher, which has called the user's code
+            break  # the outer frames are the launcher's, which has called the user's code
         if _is_ours(frame):
             while shown and _is_of_python(shown[-1]):
                 shown.pop()  # gradsync has called this function of the standard library, for example a method of a lock

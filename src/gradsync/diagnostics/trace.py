@@ -1,12 +1,12 @@
 """A trace: when each rank trained, packed, waited, reduced and split, as files that https://ui.perfetto.dev opens.
 
-A trace is on if GRADSYNC_TRACE names a folder; `gradsync run --trace DIR` sets this variable for its ranks. Each rank
-keeps its events in memory, and writes DIR/rank-N.json at the end of its process group, also after a failure. The rank
-that writes last finds the files of all ranks: it joins them in DIR/all-ranks.json, and prints where the time went. For
-this, ranks on several machines need a folder that they share.
+It is on if GRADSYNC_TRACE names a folder, which `gradsync run --trace DIR` sets for its ranks. Each rank keeps its
+events in memory, and writes DIR/rank-N.json at the end of its process group, also after a failure. The last one finds
+the files of all: it joins them in DIR/all-ranks.json, and prints where the time went. Several machines need a shared
+folder.
 
-Without a trace, gradsync only reads the variable `active` for each bucket and each gradient, and calls an empty
-function at the end of each phase.
+Without a trace all that runs is a look at `active` for each bucket and each gradient, and an empty function at the end
+of each phase.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Tracer:
     """The events of this process so far.
 
     Attributes:
-        folder: the folder for the files.
-        phases: each phase of a collective: the recorder and the number of the collective, the name, begin and end.
-        steps: each step: the number of its gradients, begin and end.
-        place: the rank and the world size of the process group that began last.
+        folder: where the files go.
+        phases: the recorder and the number of a collective, and a phase's name, begin and end.
+        steps: the number of a step's gradients, begin and end.
+        place: rank and world size of the last process group.
         is_writing, is_terminated: whether the files are being written, and whether SIGTERM has come.
         wall_offset: the wall clock minus the monotonic clock, in seconds, to compare the times of several machines.
     """
@@ -76,16 +76,15 @@ class Tracer:
         self.steps.append((gradients, self._step_began.pop(recorder, now), now))
 
 
-#: The tracer during a trace, otherwise None. Other modules read this variable directly for every bucket and every
-#: gradient, because calling a function would take longer.
+#: The tracer during a trace, otherwise None. A variable, because others look at it for every bucket and every gradient.
 active: Tracer | None = None
 
 
 def phases_of(recorder: FlightRecorder) -> Callable[[str], None]:
     """Begins to record the phases of the running collective, one after the other.
 
-    Returns a function. The caller must call this function at the end of each phase, with the name of the phase:
-    "packing", "waiting", "reducing", "splitting" or "launching". Without a trace the function does nothing.
+    Returns what to call at the end of each phase, with its name: "packing", "waiting", "reducing", "splitting" or
+    "launching". Without a trace that does nothing.
     """
     if active is None:
         return no_phases
@@ -129,9 +128,8 @@ def make_folder(path: str, named_by: str) -> Path:
 def begin(rank: int, world_size: int) -> None:
     """Turns the trace on if GRADSYNC_TRACE is set, and removes this rank's file of an earlier run.
 
-    A rank that SIGTERM would end writes its trace first: after a failure the launcher soon asks all ranks to end.
-
-    The ranks call this function before they meet. So at the end of a rank, each file is a file of this run.
+    The ranks do so before they meet, so that at the end of a rank each file is of this run. A rank that SIGTERM would
+    end writes its trace first: after a failure the launcher soon asks all ranks to end.
     """
     global active
     path = TRACE.read()
@@ -154,9 +152,9 @@ def _on_sigterm(_number: int, _frame: object) -> None:
 
 
 def end() -> None:
-    """Writes this rank's trace, if a trace is on. The last rank also writes the files about all ranks. Never raises.
+    """Writes this rank's trace, if it is on; the last rank writes the files about all. Never raises.
 
-    A SIGTERM that comes meanwhile ends the rank only afterwards.
+    A SIGTERM that comes meanwhile ends the rank afterwards.
     """
     if active is None or active.is_writing:
         return
@@ -283,8 +281,8 @@ _PARTS = {
 def summary_of(by_rank: Mapping[int, list[Event]]) -> list[str]:
     """Returns lines about the number of steps, the parts of a step's time, and the rank that the others waited for.
 
-    The times are means over the ranks and their steps, without the first step, in which gradsync makes its buffers. A
-    line is left out if nothing was measured for it: no rank has ended two steps, or there is only one rank.
+    Times are means over the ranks and their steps, without the first, in which buffers are made. A line is left out if
+    nothing was measured for it: no rank has ended two steps, or there is only one rank.
 
     Args:
         by_rank: each rank's events.
@@ -334,8 +332,8 @@ def _ms(us: float) -> str:
 def _spans(events: list[Event], began: Mapping[Key, Mapping[int, float]]) -> Iterator[tuple[str, float, float]]:
     """Yields a rank's times in gradsync: the part, begin and end.
 
-    A collective without phases waits until the last rank has begun it. On a GPU such a collective runs beside the
-    program, so its time is no part of the step.
+    A collective without phases waits until the last rank has begun it. On a GPU it runs beside the program, so its time
+    is no part of the step.
     """
     phases = _of("phase", events)
     for phase in phases:
@@ -352,9 +350,9 @@ def _who_came_last(collectives: list[dict[int, float]], steps: int, each: str) -
     """Returns a line about the rank that came last and cost the others the most time; none if no ranks met.
 
     Args:
-        collectives: for each collective: when each rank began it, in microseconds.
-        steps: the number to divide the time by.
-        each: the words for the result, such as " a step".
+        collectives: when each rank began each of them, in microseconds.
+        steps: what to divide the time by.
+        each: the words for that, such as " a step".
     """
     waited: dict[int, list[float]] = defaultdict(list)  # by rank: how long the others waited for it, at the mean
     for times in collectives:

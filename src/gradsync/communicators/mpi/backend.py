@@ -44,7 +44,7 @@ _ALL_BITS = 2**64 - 1
 
 
 def check(place: RankEnvironment) -> None:
-    """See BackendModule in backend_choice.py. This function initialises MPI.
+    """See BackendModule in backend_choice.py. It initialises MPI.
 
     Raises:
         BackendUnavailable: MPI cannot connect the ranks of the run.
@@ -71,7 +71,7 @@ def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> Mp
     Raises:
         BackendUnavailable: mpi4py is missing, or mpiexec or srun has not started exactly these ranks.
         MpiError: MPI failed.
-        RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not call this function in time, or died.
+        RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not call it in time, or died.
         RendezvousError: the connection to the rendezvous server was lost.
     """
     mpi = load_mpi()
