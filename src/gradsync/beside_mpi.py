@@ -146,7 +146,7 @@ def _meet(mpi: Any, comm: Any, label: str, deadline: float) -> list[str]:
 
     machine = digest_of("machine", machine_identity() or os.uname().nodename)
     mine = " ".join([f"{machine:016x}", *own_addresses()[:_MOST_ADDRESSES]])
-    return job.ask_rank_0(mpi, comm, mine, answer, label, deadline).split("\n")
+    return job.ask_rank_0(mpi, comm, "from_mpi", label, mine, answer, deadline).split("\n")
 
 
 def _hosted(host: str) -> tuple[RendezvousServer, bytes]:

@@ -519,12 +519,12 @@ def _join(settings: WorldSettings, wanted: str) -> RendezvousClient:
     from gradsync.rendezvous.hosting import is_sent_over_mpi, join
 
     global _client, _rendezvous
-    place, share = settings.place, None
+    place, ask = settings.place, None
     if is_sent_over_mpi(place, settings.address, wanted):
-        from gradsync.communicators.mpi.job import share_over_mpi
+        from gradsync.communicators.mpi.job import ask_in_world
 
-        share = share_over_mpi(place)
-    _client, _rendezvous = join(place, settings.address, settings.timeout_seconds, _rendezvous, share=share)
+        ask = ask_in_world(place)
+    _client, _rendezvous = join(place, settings.address, settings.timeout_seconds, _rendezvous, ask=ask)
     _introduce(_client, place)
     return _client
 

@@ -224,15 +224,21 @@ def test_it_ends_before_mpi_is_finalised(start, backend, cli, script):
     assert done == (0, "closed\n" * 2, "")
 
 
-@pytest.mark.parametrize("missing", [0, 1, 2])
-def test_a_rank_that_does_not_call_it_is_named(missing, cli, script):
+@pytest.mark.parametrize(
+    ("start", "missing"),
+    [
+        *[("from_mpi(MPI.COMM_WORLD, ", rank) for rank in range(3)],
+        *[('init_process_group("mpi", ', rank) for rank in (0, 2)],
+    ],
+)
+def test_a_rank_that_does_not_call_it_is_named(start, missing, cli, script):
     path = script(f"""
         import time
         from mpi4py import MPI
         import gradsync as gs
         if MPI.COMM_WORLD.rank != {missing}:
             try:
-                gs.from_mpi(MPI.COMM_WORLD, timeout_seconds=1)
+                gs.{start}timeout_seconds=1)
             except gs.RendezvousTimeout as error:
                 say(f"missing {{error.missing_ranks}}: {{error}}")
                 time.sleep(4)  # the others tell it, too

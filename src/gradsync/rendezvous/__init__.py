@@ -14,7 +14,7 @@ The rest of gradsync imports only these names:
   shortens texts to such a length.
 - `sockets.bind_listener`, `format_address`, `look_up`, `raise_limit`, `ConnectionLost`: for launchers.
 - `hosting.join`: decides which process hosts the server and at which address, hosts the server if this process is the
-  host, joins, and returns this rank's client. `is_sent_over_mpi` says whether `join` needs a `Share` function. The
+  host, joins, and returns this rank's client. `is_sent_over_mpi` says whether `join` needs an `Ask` function. The
   process group keeps a `JoinedRendezvous` for the next `join`.
 - `secret_files`: how processes of one machine find a server and its secret.
 

@@ -47,9 +47,9 @@ _MAX_SHARED_ADDRESSES = 8
 _ANY_PORT = 9  # no data is sent to this port
 _FIRST_PORT = _PORTS = 15_000
 
-#: An all-gather of short texts over MPI, without the rendezvous. The function takes this rank's text and a deadline
-#: (monotonic seconds), and returns every rank's text, by rank.
-Share = Callable[[bytes, float], list[bytes]]
+#: How ranks ask rank 0 over MPI, without the rendezvous: takes this rank's text, what rank 0 answers to the texts of
+#: all (a text for each rank), and a deadline in monotonic seconds; returns the answer to this rank.
+Ask = Callable[[str, Callable[[list[str]], list[str]], float], str]
 
 
 class RendezvousPoint(NamedTuple):
@@ -134,7 +134,7 @@ def join(
     timeout_seconds: float,
     kept: JoinedRendezvous | None = None,
     *,
-    share: Share | None = None,
+    ask: Ask | None = None,
 ) -> tuple[RendezvousClient, JoinedRendezvous]:
     """Joins the other ranks at the rendezvous; starts the server first if this rank hosts it.
 
@@ -144,8 +144,8 @@ def join(
         timeout_seconds: one deadline for the whole call.
         kept: the rendezvous that this process's last `join` returned. If its address and world size are the same,
             `join` uses it again; otherwise `join` closes it.
-        share: the function that sends rank 0's address and secret to the other ranks over MPI; None if the other ranks
-            find both without MPI. `share` must be None on all ranks or on no rank.
+        ask: how this rank asks rank 0 for its address and secret over MPI; None if the ranks find both without MPI.
+            It must be None on all ranks or on no rank.
 
     Returns:
         The joined client, and the rendezvous to keep for the next call.
@@ -159,7 +159,7 @@ def join(
         RankFailed: a rank died while joining.
     """
     deadline = time.monotonic() + timeout_seconds
-    point = _rendezvous_point(own, address) if share is None else RendezvousPoint(None, "over MPI")
+    point = _rendezvous_point(own, address) if ask is None else RendezvousPoint(None, "over MPI")
     if kept is not None and (kept.point, kept.world_size) != (point, own.world_size):
         kept.close(wait_seconds=0.0)
     if kept is not None and kept.is_closed:  # by the line above, or by a join at another address, which then failed
@@ -167,14 +167,14 @@ def join(
     hosted_for_us = point.address is not None and point.address == own.address
     secret = read_secret()
     is_here = point.address is None or is_loopback(parse_address(point.address)[0])
-    if share is None and secret is None and (hosted_for_us or not is_here):
+    if ask is None and secret is None and (hosted_for_us or not is_here):
         needs = f"the server at {point.name} ({ADDRESS})" if hosted_for_us else f"a run across hosts ({point.name})"
         raise AuthenticationError(
             f"rank {own.rank}/{own.world_size}: {needs} needs a secret: put it into a file of mode 0600, and set "
             f"{SECRET_FILE} to its path on every rank" + ("; or leave it out" if hosted_for_us and is_here else "")
         )
-    if share is not None:
-        joined = _share_over_mpi(point, own, kept, share, deadline)
+    if ask is not None:
+        joined = _ask_over_mpi(point, own, kept, ask, deadline)
     elif own.rank == 0 and not hosted_for_us:
         is_found_by_file = own.world_size > 1 and (secret is None or point.address is None)
         joined = kept or _start_hosting(point, own, secret, _LOOPBACK, is_found_by_file=is_found_by_file)
@@ -382,31 +382,34 @@ def _wait_for_rank_0(point: RendezvousPoint, stale: Endpoint | None, own: RankEn
     return found
 
 
-def _share_over_mpi(
-    point: RendezvousPoint, own: RankEnvironment, kept: JoinedRendezvous | None, share: Share, deadline: float
+def _ask_over_mpi(
+    point: RendezvousPoint, own: RankEnvironment, kept: JoinedRendezvous | None, ask: Ask, deadline: float
 ) -> JoinedRendezvous:
-    host = _own_host(own, share, deadline)
-    if own.rank != 0:
-        address, secret = share(b"", deadline)[0].decode().split("\n")
-        return JoinedRendezvous(point, own.world_size, Endpoint(address, bytes.fromhex(secret)))
-    # A secret that outlives the run never goes over MPI, where other users could read it.
-    joined = kept or _start_hosting(point, own, None, host, is_found_by_file=False)
-    with _closing_at_failure(joined, kept):
-        share(f"{joined.endpoint.address}\n{joined.endpoint.secret.hex()}".encode(), deadline)
-    return joined
+    """Has rank 0 host the server, and tell its address and secret. Every rank must call it."""
+    is_here = own.local_world_size == own.world_size
+    hosted = kept
+
+    def answer(rows: list[str]) -> list[str]:
+        nonlocal hosted
+        if hosted is None:
+            host = _LOOPBACK if is_here else _host_for(own, [row.split() for row in rows])
+            # A secret that outlives the run never goes over MPI, where other users could read it.
+            hosted = _start_hosting(point, own, None, host, is_found_by_file=False)
+        return [f"{hosted.endpoint.address}\n{hosted.endpoint.secret.hex()}"] * len(rows)
+
+    try:
+        addresses = [] if is_here else own_addresses()[:_MAX_SHARED_ADDRESSES]
+        address, secret = ask(" ".join(addresses), answer, deadline).split("\n")
+    except BaseException:
+        if hosted is not None and hosted is not kept:
+            hosted.close(wait_seconds=0.0)
+        raise
+    return hosted or JoinedRendezvous(point, own.world_size, Endpoint(address, bytes.fromhex(secret)))
 
 
-def _own_host(own: RankEnvironment, share: Share, deadline: float) -> str:
-    """Returns the address at which the other ranks reach this machine. Every rank must call `_own_host`.
-
-    The result is the address from which this machine sends to another machine of the job. If all ranks are on this
-    machine, the result is the loopback address.
-    """
-    if own.local_world_size == own.world_size:
-        return _LOOPBACK
-    mine = own_addresses()[:_MAX_SHARED_ADDRESSES]
-    rows = share(" ".join(mine).encode(), deadline)
-    others = [address for row in rows for address in row.decode(errors="replace").split()]
+def _host_for(own: RankEnvironment, addresses: list[list[str]]) -> str:
+    """Returns the address from which this machine, that of rank 0, sends to the others."""
+    mine, others = addresses[0], [address for theirs in addresses for address in theirs]
     if (address := address_for_others(mine, others)) is not None:
         return address
     raise BackendUnavailable(

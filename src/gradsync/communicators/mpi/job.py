@@ -33,12 +33,11 @@ from gradsync.launchers import RankEnvironment
 from gradsync.reduction import Array
 
 if TYPE_CHECKING:
-    from gradsync.rendezvous.hosting import Share
+    from gradsync.rendezvous.hosting import Ask
 
 _INSTALL = "run `pip install mpi4py` where your cluster's MPI is loaded; for one machine `pip install mpi4py mpich`"
-_TEXT_BYTES = 512  # enough for an address and a new secret, or for several addresses
 _ROW_BYTES = 1024
-_YES, _NO, _MISSING = "+", "-", "?"  # how rank 0's answers begin
+_YES, _NO, _MISSING = "+", "-", "?"  # how rank 0's answers begin; _YES: each rank's text, which is else a row of zeros
 _VERDICT_SECONDS = 2.0  # how much longer than rank 0 the others wait: it tells them who is missing
 _TEST_EVERY_SECONDS = 1e-3
 _EXIT_CODE_INTERRUPTED = 130
@@ -46,7 +45,6 @@ _EXIT_CODE_INTERRUPTED = 130
 TAG_OF_GOODBYE = 4  # beside the tags of requests.py
 
 _is_parents = False  # whether the parent of this forked process has initialised MPI
-_share_comm: Any = None  # a duplicate of MPI_COMM_WORLD that only gradsync uses; never freed
 _unfinished: list[object] = []
 _at_finalize: list[Callable[[], None]] = []
 _finalize_key: int | None = None
@@ -142,30 +140,17 @@ def mpi_place() -> RankEnvironment | None:
 # -- The rendezvous' address ---------------------------------------------------------------------------------------
 
 
-def share_over_mpi(place: RankEnvironment) -> Share | None:
-    """Returns a function that gathers a short text from every rank over MPI.
+def ask_in_world(place: RankEnvironment) -> Ask | None:
+    """Returns `ask_rank_0` among MPI's ranks; None if this process cannot use MPI, or they are not those of the run.
 
-    The result is None if this process cannot use MPI, or if MPI's ranks are not the ranks of the run. share_over_mpi
-    initialises MPI. Every rank must call the returned function the same number of times. The returned function raises
-    RendezvousTimeout if another rank does not call that function in time.
+    It initialises MPI.
     """
     try:
-        check_place(load_mpi(), place.rank, place.world_size)
+        mpi = load_mpi()
+        check_place(mpi, place.rank, place.world_size)
     except BackendUnavailable:
         return None
-    return partial(_share, place)
-
-
-def _share(place: RankEnvironment, text: bytes, deadline: float) -> list[bytes]:
-    global _share_comm
-    label = f"rank {place.rank}/{place.world_size}"
-    if _share_comm is None:
-        _share_comm = duplicate(load_mpi().COMM_WORLD, label, deadline)
-    row = np.frombuffer(text.ljust(_TEXT_BYTES, b"\0"), np.uint8).copy()
-    rows = np.zeros((place.world_size, _TEXT_BYTES), np.uint8)
-    if not _finish(_share_comm.Iallgather(row, rows), label, deadline, row, rows):
-        raise RendezvousTimeout(f"{label}: not all ranks of the MPI job called init_process_group before the deadline")
-    return [found.tobytes().rstrip(b"\0") for found in rows]
+    return partial(ask_rank_0, mpi, mpi.COMM_WORLD, "init_process_group", f"rank {place.rank}/{place.world_size}")
 
 
 def duplicate(comm: Any, label: str, deadline: float) -> Any:
@@ -181,15 +166,21 @@ def duplicate(comm: Any, label: str, deadline: float) -> Any:
 
 
 def ask_rank_0(
-    mpi: Any, comm: Any, text: str, answer: Callable[[list[str]], list[str]], label: str, deadline: float
+    mpi: Any,
+    comm: Any,
+    what: str,
+    label: str,
+    text: str,
+    answer: Callable[[list[str]], list[str]],
+    deadline: float,
 ) -> str:
     """Sends a short text to rank 0, which answers each rank with a text; returns this rank's answer.
 
     Args:
         mpi, comm: mpi4py.MPI, and the communicator, all of whose ranks must call this.
+        what, label: the public function, and this rank, in errors.
         text: at most 1,000 bytes.
         answer: what rank 0 does with the texts of all ranks. If it raises a GradsyncError, all ranks do.
-        label: this rank in errors.
         deadline: in monotonic seconds.
 
     Raises:
@@ -197,7 +188,7 @@ def ask_rank_0(
         BackendUnavailable: the answer failed.
     """
     rank, size = comm.Get_rank(), comm.Get_size()
-    row, rows = _row(text), np.zeros((size if rank == 0 else 0, _ROW_BYTES), np.uint8)
+    row, rows = _row(_YES + text), np.zeros((size if rank == 0 else 0, _ROW_BYTES), np.uint8)
     parts = [_ROW_BYTES] * size, [_ROW_BYTES * each for each in range(size)]
     # MPI sends these directly to rank 0, and from it: where a rank is missing, only its row is.
     gathered = comm.Igatherv([row, mpi.BYTE], [rows, parts, mpi.BYTE] if rank == 0 else None, 0)
@@ -205,7 +196,7 @@ def ask_rank_0(
     if rank == 0:
         if has_all:
             try:
-                answers = [_YES + each for each in answer([_text(each) for each in rows])]
+                answers = [_YES + each for each in answer([_text(each)[1:] for each in rows])]
             except GradsyncError as error:
                 answers = [f"{_NO}{error}"] * size
         else:
@@ -215,12 +206,12 @@ def ask_rank_0(
         rows = np.stack([_row(each) for each in answers])
     scattered = comm.Iscatterv([rows, parts, mpi.BYTE] if rank == 0 else None, [row, mpi.BYTE], 0)
     if not _finish(scattered, label, deadline + (_VERDICT_SECONDS if rank else 0.0), row, rows) and rank:
-        raise RendezvousTimeout(f"{label}: from_mpi: rank 0 has not called it before the deadline", missing_ranks=(0,))
+        raise RendezvousTimeout(f"{label}: {what}: rank 0 has not called it before the deadline", missing_ranks=(0,))
     reply = answers[0] if rank == 0 else _text(row)
     if reply.startswith(_MISSING):
         ranks = tuple(int(each) for each in reply[1:].split(",") if each)
         raise RendezvousTimeout(
-            f"{label}: from_mpi waited until its deadline for {name_ranks(ranks)}: all ranks of the MPI communicator "
+            f"{label}: {what} waited until its deadline for {name_ranks(ranks)}: all ranks of the MPI communicator "
             "must call it",
             missing_ranks=ranks,
         )
