@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import random
 import re
 import runpy
 import sys
@@ -224,6 +225,20 @@ def test_a_resumed_training_ends_with_the_bits_of_an_uninterrupted_one(cli, tmp_
     assert resumed.err.count("starting all ranks again") == 1
     assert resumed.out == whole.out  # every epoch once: those before the failure are not trained again
     assert found == expected
+
+
+def test_a_training_survives_a_rank_and_takes_in_a_new_one(cli, digits):
+    """It ends as the one of one process does, to which nothing happens."""
+    options = {"environment": {"PYTHONPATH": str(digits), "OMP_NUM_THREADS": "1"}}
+    script, after = EXAMPLES / "survive.py", random.randint(1, 900)
+    done = cli("run", "-n", 4, "--min-ranks", 3, "--respawn", 1, script, "--kill", after, **options)
+    assert done.code == 0, done.err
+    worlds = re.findall(r"step (\d+): (\d) ranks", done.out)
+    assert [ranks for _, ranks in worlds] == ["4", "3", "4"]
+    assert worlds[1][0] == str(after)
+    alone = cli.python(script, **options)
+    ours, theirs = (float(re.search(r"accuracy ([\d.]+)%", each.out)[1]) for each in (done, alone))
+    assert ours == pytest.approx(theirs, abs=1)
 
 
 def test_thresholds_of_own_gradients_end_with_advice(run, tmp_path):

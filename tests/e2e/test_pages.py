@@ -99,6 +99,7 @@ MASKS = [
     (r"\brank \d(?=\] gradsync: |, T a step)", "rank R"),  # the one that ended last; the one that was late
     (r"(a step): .*|last to \d+ of \d+", r"\1 ..."),
     (r"(src/\S+\.py):\d+", r"\1:N"),
+    (r"\bstep \d+(?=: 4 ranks)|\b\d+(?= rebuilds)", "N"),  # when the new rank has come
 ]
 
 
