@@ -69,6 +69,7 @@ from gradsync.errors import (
     forget_earlier_error,
     uncaught_error,
 )
+from gradsync.futures import refuse_in_callback
 from gradsync.launchers import (
     ALONE,
     GRADSYNC,
@@ -236,6 +237,7 @@ def rebuild(*, min_ranks: int | None = None, timeout_seconds: float = 30.0) -> C
     world = get_initial_world()
     if world is None or _launched is None:
         raise InvalidArgument("rebuild: the process group is not initialised: call gs.init_process_group() first")
+    refuse_in_callback(world.label, "rebuild")
     label, (_, settings) = f"{world.label}: rebuild", _launched
     least = 0 if min_ranks is None else check_integer(label, "min_ranks", min_ranks, 1, settings.place.world_size)
     check_seconds(label, "timeout_seconds", timeout_seconds)
