@@ -1,0 +1,200 @@
+"""gradsync run --min-ranks, --respawn: a run that goes on without ranks that fail, or with new ones in their place."""
+
+import re
+import signal
+
+import pytest
+
+# Trains 20 steps. The first argument says what befalls which rank, "kill:1" for one and "kill:1@15" for when; the
+# second, in how many of its lives.
+SCRIPT = """
+    import os, pathlib, signal, sys, time
+    import numpy as np
+    import gradsync as gs
+
+    def befall(how):
+        match how:
+            case "kill" | "stop":
+                os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            case "raise":
+                raise ValueError("boom")
+            case "exit" | "early":
+                sys.exit(3)
+            case "hang":
+                time.sleep(1000)
+
+    file = pathlib.Path(__file__).with_name("lives of " + os.environ["RANK"])
+    with open(file, "a") as mine:
+        mine.write("x")
+    fate, when = "", 10
+    for each in sys.argv[1].split(",") if file.stat().st_size <= int(sys.argv[2]) else ():
+        how, _, who = each.partition(":")
+        who, _, step = who.partition("@")
+        if who == os.environ["RANK"]:
+            fate, when = how, int(step or when)
+    if fate == "early":
+        befall(fate)
+
+    comm = gs.init_process_group("shm")
+    sync = gs.AllreduceCallback("mean")
+    state = {"step": np.zeros(1), "w": np.zeros(3)}
+    while state["step"] < 20:
+        try:
+            gs.broadcast_tree(state, root=comm.most_advanced)
+            while state["step"] < 20:
+                if fate and state["step"] >= when:
+                    befall(fate)
+                with sync.backward():
+                    gradient = np.ones(3)
+                    sync("w", gradient)
+                state["w"] -= gradient
+                state["step"] += 1
+        except (gs.RankFailed, gs.CollectiveTimeout):
+            if "never" in sys.argv:
+                raise
+            comm = gs.rebuild()
+    os.write(1, f"{comm.member} ends as {comm.rank}/{comm.world_size}, {state['w'][0]}\\n".encode())
+"""
+
+
+@pytest.fixture
+def run(cli, script):
+    """Runs the script to its end, on three ranks; gives the exit code, the ends of the ranks, and stderr."""
+
+    def start(options, fates, lives=1, *more, n=3, **settings):
+        path = script(SCRIPT)
+        code, out, err = cli("run", "--no-prefix", "-n", n, *options.split(), path, fates, lives, *more, **settings)
+        return code, sorted(out.splitlines()), err
+
+    return start
+
+
+def ends(numbers):
+    """What ranks print that have trained to the end together."""
+    return [f"{number} ends as {rank}/{len(numbers)}, -20.0" for rank, number in enumerate(numbers)]
+
+
+DIED = {
+    "kill": "was killed by SIGKILL",
+    "raise": "failed with exit code 1: ValueError: boom",
+    "exit": "failed with exit code 3",
+}
+
+
+@pytest.mark.parametrize(("how", "who"), [("kill", 0), ("kill", 2), ("raise", 1), ("exit", 0)])
+def test_the_others_go_on(how, who, run):
+    code, out, err = run("--min-ranks 2", f"{how}:{who}")
+    assert (code, out) == (0, ends([rank for rank in range(3) if rank != who])), err
+    assert len(re.findall(rf"^gradsync: rank {who} \(pid .*\) {DIED[how]}; 2 of 3 ranks go on$", err, re.M)) == 1
+    assert re.search(rf"^gradsync: after [\d.]+ s rank {who} .*; the others went on [\d.]+ s later:?$", err, re.M)
+    assert ("ValueError: boom\ngradsync: 2 of 3" in err) == (how == "raise")  # the traceback, in the report
+    assert re.fullmatch(r"gradsync: 2 of 3 ranks ended well, after 1 failure and 1 rebuild of [\d.]+ s", last(err))
+
+
+def last(text):
+    return text.splitlines()[-1]
+
+
+def test_two_die_at_once(run):
+    code, out, err = run("--min-ranks 2", "kill:1,kill:2", n=4)
+    assert (code, out) == (0, ends([0, 3])), err
+    assert last(err).startswith("gradsync: 2 of 4 ranks ended well, after 2 failures and ")
+
+
+def test_below_the_floor_all_end(run):
+    code, out, err = run("--min-ranks 3", "kill:1")
+    assert (code, out) == (137, []), err
+    assert "\ngradsync: fewer than 3 ranks (--min-ranks) are left\n" in err
+    assert re.fullmatch(r"gradsync: rank 1 \(.*\) was killed by SIGKILL", last(err))
+
+
+def test_the_cause_is_the_failure_that_the_others_did_not_survive(run):
+    code, out, err = run("--min-ranks 2", "kill:1,raise:2@15")
+    assert (code, out) == (1, []), err
+    assert re.search(
+        r"^gradsync: after .* s rank 1 \(.*\) was killed by SIGKILL; the others went on [\d.]+ s later$", err, re.M
+    )
+    assert re.search(r"^gradsync: rank 2 \(.*\) failed with exit code 1:\nTraceback", err, re.M)
+    assert last(err) == "ValueError: boom"
+
+
+def test_a_script_that_never_rebuilds_is_told_how(run):
+    code, out, err = run("--min-ranks 2", "kill:0", 1, "never")
+    assert (code, out) == (137, []), err
+    assert "RankFailed" in err
+    assert "\ngradsync: to go on without a rank, the others need to catch gs.RankFailed and gs.CollectiveTimeout" in err
+    assert re.fullmatch(r"gradsync: rank 0 \(.*\) was killed by SIGKILL", last(err))
+
+
+def test_a_rank_that_hangs_until_the_deadline_is_ended(run):
+    code, out, err = run("--min-ranks 2", "hang:1", environment={"GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS": "2"})
+    assert (code, out) == (0, ends([0, 2])), err
+    assert re.search(
+        r"^gradsync: rank 1 \(.*\) was killed, as the others gave it up: .* waited .* for rank 1; ", err, re.M
+    )
+    assert "in befall\n      time.sleep(1000)" in err  # where it hung, in the report
+
+
+@pytest.mark.slow  # 10 s
+def test_a_rank_that_is_stopped_is_ended(run):
+    code, out, err = run("--min-ranks 2", "stop:1")
+    assert (code, out) == (0, ends([0, 2])), err
+    assert re.search(r"^gradsync: rank 1 \(.*\) was killed, as the others gave it up: .* was stopped", err, re.M)
+
+
+@pytest.mark.parametrize(
+    ("how", "who", "lives"), [("kill", "1", 1), ("raise", "0", 1), ("kill", "2", 2), ("early", "1", 1)]
+)
+def test_a_rank_is_started_again(how, who, lives, run, tmp_path):
+    """Without --min-ranks the others wait for it."""
+    code, out, err = run(f"--respawn {lives} --log-dir {tmp_path}", f"{how}:{who}", lives)
+    assert (code, out) == (0, ends([0, 1, 2])), err
+    assert re.search(rf"^gradsync: rank {who} .*; starting it again \({lives} of at most {lives}\)$", err, re.M)
+    failures = "1 failure" if lives == 1 else f"{lives} failures"
+    assert last(err).startswith(f"gradsync: 3 of 3 ranks ended well, after {failures}")
+    assert (tmp_path / f"rank-{who}.log").read_text().count("ends as") == 1
+
+
+@pytest.mark.parametrize(("options", "how", "expected"), [("--respawn 1", "kill", 137), ("--min-ranks 2", "early", 3)])
+def test_a_rank_that_cannot_be_replaced_ends_all(options, how, expected, run):
+    """It has died more often than it may; or before there was a world, which needs all ranks."""
+    code, out, err = run(options, f"{how}:1", 2)
+    assert (code, out) == (expected, []), err
+    assert re.search(r"rank 1 \(.*\) (was killed by SIGKILL|failed with exit code 3)$", last(err))
+
+
+def test_a_rank_that_nobody_waits_for_any_more_ends_quietly(run):
+    """The others have rebuilt without it before it was there."""
+    code, out, err = run("--min-ranks 2 --respawn 1", "kill:1")
+    assert (code, out) == (0, ends([0, 2])), err
+    assert err.count("gradsync: rank 1 ") == 1
+    assert last(err).startswith("gradsync: 2 of 3 ranks ended well, after 1 failure and 1 rebuild")
+
+
+def test_a_run_that_has_too_few_ranks_starts_again(run):
+    code, out, err = run("--min-ranks 3 --max-restarts 1", "kill:1")
+    assert (code, out) == (0, ends([0, 1, 2])), err
+    assert last(err) == "gradsync: starting all ranks again (restart 1 of at most 1)"
+
+
+def test_the_number_of_ranks_is_checked(run):
+    code, _, err = run("--min-ranks 4", "kill:1")
+    assert (code, last(err)) == (
+        2, "gradsync: error: --min-ranks needs to be from 1 to 3, the number of ranks, got 4"
+    )  # fmt: skip
+
+
+def test_ctrl_c_ends_those_that_went_on(cli, script):
+    path = script(
+        """
+        import os, signal, time
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(100)
+        """
+    )
+    launcher = cli.start("run", "--no-prefix", "-n", 3, "--min-ranks", 1, path)
+    launcher.read_until("2 of 3 ranks go on", "stderr")
+    launcher.send_signal(signal.SIGINT)
+    code, _, err = launcher.result()
+    assert (code, "stopping 2 ranks" in err) == (130, True)
