@@ -1,10 +1,8 @@
-"""Functions for the arrays of a communicator on a GPU.
+"""The arrays of a communicator on a GPU: CuPy's, other libraries' device arrays, and host arrays.
 
-The arrays may be CuPy arrays, device arrays of other libraries, or host arrays. gradsync uses contiguous device arrays
-without a copy, and copies host arrays to the device and back.
-
-ArrayKind (host_arrays.py) specifies each method. For device arrays, methods launch arithmetic on the current stream,
-and do not wait for the end of the arithmetic.
+Contiguous device arrays are used without a copy; host arrays are copied to the device and back. ArrayKind
+(host_arrays.py) says what each method does. Arithmetic on the device is launched on the current stream, and not waited
+for.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ class _Launching(threading.local):
 
 
 class DeviceArrays(ArrayKind):
-    """An ArrayKind whose native arrays are CuPy arrays of one device, or NumPy arrays. Flat arrays are on the device.
+    """An ArrayKind whose native arrays are CuPy's, of one device, or NumPy's. Flat arrays are on the device.
 
     Args:
         device_id: the CUDA device number in this process.
@@ -78,10 +76,9 @@ class DeviceArrays(ArrayKind):
 
     Attributes:
         launching.results_on: in the thread that launches, the stream on which the program will use a result; None means
-            the current stream, as in any other thread. `empty` allocates memory for this stream. CuPy's memory pool
-            gives freed memory at once to the next allocation for the same stream. So work that is still queued on this
-            stream may read or write the new array's memory; `empty` makes the current stream wait until this work has
-            ended.
+            the current stream, as in any other thread. `empty` allocates for this stream. CuPy's pool gives freed
+            memory at once to the next allocation for the same stream, whose queued work may still use it: so `empty`
+            makes the current stream wait for that work.
     """
 
     def __init__(self, device_id: int, packer: Packer) -> None:
@@ -97,10 +94,10 @@ class DeviceArrays(ArrayKind):
             raise UnsupportedDtype(f"NCCL does not reduce {what}: convert the array with astype() first")
 
     def native(self, array: Any, who: str) -> Any:
-        """Returns `array` as a CuPy array over the same memory, or as a NumPy array if it is in host memory.
+        """Returns `array` as CuPy's, over the same memory, or as NumPy's if it is in host memory.
 
         Raises:
-            InvalidArgument: `array` is not an array, or is on another GPU.
+            InvalidArgument: it is no array, or is on another GPU.
             UnsupportedDtype: the elements are Python objects.
         """
         if isinstance(array, cupy.ndarray):
@@ -136,7 +133,7 @@ class DeviceArrays(ArrayKind):
         return not isinstance(native, np.ndarray) and bool(native.flags.c_contiguous)
 
     def write_back(self, flat: Any, native: Any) -> None:
-        """See ArrayKind. If `native` is a host array, waits until the current stream has finished its queued work."""
+        """See ArrayKind. For a host array it waits until the current stream has done its work."""
         if isinstance(native, np.ndarray):
             native[...] = flat.get().view(native.dtype).reshape(native.shape)
         elif not native.flags.c_contiguous:
@@ -152,7 +149,7 @@ class DeviceArrays(ArrayKind):
             return cupy.empty(shape, dtype)
         with stream:
             array = cupy.empty(shape, dtype)
-        # Another thread may have freed this memory just now, while queued work of `stream` still uses the memory.
+        # Another thread may have freed this memory just now, while queued work of `stream` still uses it.
         cupy.cuda.get_current_stream().wait_event(stream.record(cupy.cuda.Event(disable_timing=True)))
         return array
 
@@ -171,10 +168,7 @@ class DeviceArrays(ArrayKind):
 
     @_on_own_device
     def scratch(self, size: int, dtype: Any) -> Any:
-        """See ArrayKind.
-
-        The memory is for work on the current stream only; the program's stream `results_on` must not use it.
-        """
+        """See ArrayKind. It is for the current stream only, not for the program's stream `results_on`."""
         return cupy.empty(size, dtype) if _is_known(dtype) else cupy.empty(size * dtype.itemsize, np.uint8)
 
     @_on_own_device
@@ -236,7 +230,7 @@ class DeviceArrays(ArrayKind):
 
 
 def _transferable(native: Array) -> Array:
-    """Returns a host array as a 1-D array in C order. If CuPy does not support the dtype, returns an array of bytes."""
+    """Returns a host array as a 1-D array in C order; of bytes, if CuPy does not support the dtype."""
     flat = np.ascontiguousarray(native).reshape(-1)
     return flat if _is_known(flat.dtype) else flat.view(np.uint8)
 
@@ -247,12 +241,9 @@ def _is_known(dtype: np.dtype[Any]) -> bool:
 
 
 def _foreign(array: Any, who: str) -> Any:
-    """Returns an array of a different library as a CuPy or NumPy array, without a copy.
-
-    The current stream then waits for the work of the stream that produces the values.
-    """
+    """Returns another library's array as CuPy's or NumPy's, without a copy; the current stream waits for its values."""
     try:
-        # Try DLPack first: with DLPack the current stream waits for the producer's stream, and the host need not wait.
+        # DLPack first: with it the current stream waits for the producer's, and the host need not.
         if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
             kind = int(array.__dlpack_device__()[0])
             if kind in (DLPACK_CPU, DLPACK_CUDA_HOST):
@@ -279,7 +270,7 @@ def _foreign(array: Any, who: str) -> Any:
 
 
 class _ReadOnly(cupy.ndarray):  # type: ignore[misc]  # CuPy has no type annotations
-    """A CuPy array that is read-only. CuPy itself has no flag for read-only arrays."""
+    """A CuPy array that is read-only, for which CuPy has no flag."""
 
 
 _PointerOf = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
@@ -287,8 +278,8 @@ _IsValid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
 _pointer_of = _PointerOf(("PyCapsule_GetPointer", ctypes.pythonapi))
 _is_valid = _IsValid(("PyCapsule_IsValid", ctypes.pythonapi))
 _VERSIONED = b"dltensor_versioned"
-# The offset of the flags in DLPack's struct DLManagedTensorVersioned. The flags follow the version (two uint32),
-# manager_ctx and deleter. Later versions of DLPack keep these fields. Source: dlpack.h.
+# Where the flags are in DLPack's struct DLManagedTensorVersioned: after the version (two uint32), manager_ctx and
+# deleter. Later versions of DLPack keep these. Source: dlpack.h.
 _FLAGS_OFFSET = 24
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 
@@ -297,8 +288,8 @@ class _Exporter:
     """Passes an array to CuPy by DLPack and reads the capsule's flags, which CuPy ignores.
 
     Attributes:
-        is_read_only: whether the array is read-only; known when CuPy has called `__dlpack__`. Capsules of DLPack before
-            1.0 have no flags. JAX exports capsules without flags, so this class treats every JAX array as read-only.
+        is_read_only: known when CuPy has called `__dlpack__`. Capsules of DLPack before 1.0 have no flags. JAX's have
+            none either, so every array of JAX counts as read-only.
     """
 
     def __init__(self, array: Any) -> None:
@@ -318,7 +309,7 @@ class _Exporter:
 
 
 def _addresses_of(array: Any) -> Any:
-    """Returns a NumPy array over a device array's addresses, to compare addresses. NumPy must not read the memory."""
+    """Returns a NumPy array over a device array's addresses, to compare them. NumPy must not read the memory."""
     if isinstance(array, np.ndarray):
         return array
     addresses = {

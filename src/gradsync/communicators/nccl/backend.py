@@ -51,10 +51,10 @@ _HALF_PRECISION = ("float16", "bfloat16")
 class _Device:
     """What all communicators of a process share on a GPU.
 
-    A collective occupies a part of the GPU while it waits for the other ranks. If collectives of two communicators
-    start in different orders on two ranks, each may prevent the other from starting, and both hang. So they run one
-    after another, in the order in which the host launches them, and one thread launches at a time. Source: NCCL's
-    documentation, "Using multiple NCCL communicators concurrently" and "Thread safety".
+    A collective occupies a part of the GPU while it waits for the other ranks. Collectives of two communicators that
+    start in different orders on two ranks may keep each other from starting, and hang. So they run one after another,
+    in the order of their launches, and one thread launches at a time. Source: NCCL's documentation, "Using multiple
+    NCCL communicators concurrently" and "Thread safety".
 
     Attributes:
         launching: held while a thread launches.
@@ -72,19 +72,18 @@ _devices: dict[int, _Device] = {}
 class NcclBackend(Backend):
     """The backend for ranks with GPUs.
 
-    It uses contiguous CuPy arrays without a copy, and also other contiguous arrays on the device, by DLPack or
-    `__cuda_array_interface__`. It copies host arrays to the device and back.
+    Contiguous arrays on the device are used without a copy: CuPy's, and others by DLPack or `__cuda_array_interface__`.
+    Host arrays are copied to the device and back.
 
     Args:
         client: this rank's connection to the rendezvous server.
         device_id: the CUDA number of this rank's device.
-        group: the communicator's name; no group since the last start of the ranks has had this name.
+        group: the communicator's name, which no other has had since the last start of the ranks.
         timeout_seconds: how long a collective may wait for a rank.
-        deadline: the deadline for connecting the ranks, in time.monotonic() seconds.
+        deadline: for connecting the ranks, in time.monotonic() seconds.
 
     Attributes:
-        force_packing: whether a world of one rank copies a list of arrays to a flat buffer and back, as in a larger
-            world. Benchmarks set it to measure the time of these copies.
+        force_packing: whether a world of one rank packs and splits lists as a larger one does, for benchmarks.
     """
 
     name = "nccl"
@@ -100,14 +99,14 @@ class NcclBackend(Backend):
         self.device = f"cuda:{device_id}"
         self._device_id = device_id
         self._shared = _devices.setdefault(device_id, _Device())
-        with on_device(device_id):  # before the ranks connect, because making these objects may fail
+        with on_device(device_id):  # before the ranks connect, as this may fail
             self._packer = Packer()
             self._stream = cupy.cuda.Stream(non_blocking=True)  # for buckets and asynchronous collectives
         self.arrays = DeviceArrays(device_id, self._packer)
         self._is_debugging = DEBUG.read()
         self._failures = FailureMonitor(client, self.recorder)
         self._marks = threading.local()  # see _mark
-        self._flat: Any = None  # buffer for packed arrays; launches run one after the other, so one buffer is enough
+        self._flat: Any = None  # for packed arrays; launches run one after the other, so one will do
         self._launch: GpuWork | None = None  # what is being launched, if anything
         self._last: GpuWork | None = None
         self._met: set[int] = set()  # the ranks with which messages have been launched
@@ -398,8 +397,7 @@ class NcclBackend(Backend):
         """Packs arrays into the flat buffer, times a factor; returns the part of the buffer in use, and the table."""
         size_bytes = pack_layout(tuple([array.nbytes for array in arrays])).total_bytes
         if self._flat is None or self._flat.size < size_bytes:
-            # Zeros, so that NCCL reads only initialized memory: NCCL reduces the gaps between the arrays too. No code
-            # uses the values in the gaps.
+            # Zeros, so that NCCL reads initialised memory only: it reduces the gaps between the arrays too.
             self._flat = cupy.zeros(size_bytes, np.uint8)
         flat, table = self._flat[:size_bytes], self._table(arrays, factor)
         if factor is None:

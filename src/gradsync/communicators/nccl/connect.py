@@ -17,15 +17,15 @@ from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.wire import MAX_EXCHANGED_BYTES
 
 _MULTI_RANK_GPU_SINCE = 23000  # NCCL 2.30
-# If ranks share a GPU, their kernels wait for each other, so these kernels must fit on the GPU at the same time.
+# Kernels of ranks that share a GPU wait for each other, so they must fit on it at the same time.
 _CTAS_OF_A_SHARING_RANK = "4"
 
 
 def count_devices() -> int:
-    """Returns the number of GPUs that CUDA shows to this process. CuPy must be installed.
+    """Returns how many GPUs CUDA shows to this process. CuPy must be installed.
 
     Raises:
-        BackendUnavailable: the driver is missing, or CUDA reports an error.
+        BackendUnavailable: the driver is missing, or CUDA failed.
     """
     import cupy
 
@@ -40,25 +40,25 @@ def count_devices() -> int:
 
 
 def has_driver() -> bool:
-    """Whether this process can use an NVIDIA driver, on Linux or on Windows (WSL2)."""
+    """Whether there is an NVIDIA driver, of Linux or of Windows (WSL2)."""
     return bool(glob.glob("/dev/nvidia*")) or os.path.exists("/dev/dxg")
 
 
 def choose_device(wanted: str | None, local_rank: int, count: int, *, allow_shared_gpu: bool) -> int:
     """Returns the CUDA device number for this rank, counted among the devices that this process sees.
 
-    If a launcher sets CUDA_VISIBLE_DEVICES to one device for each rank, the rank sees only this device, number 0.
-    Otherwise the rank with LOCAL_RANK=i uses visible device i of its host.
+    Where a launcher sets CUDA_VISIBLE_DEVICES to one device for each rank, that is number 0. Otherwise LOCAL_RANK=i
+    uses device i.
 
     Args:
-        wanted: the requested device, such as "cuda:1". With "cuda" or None, this function chooses the device.
-        local_rank: this rank's number among the ranks of its host.
+        wanted: the device that was asked for, such as "cuda:1"; "cuda" or None leaves the choice.
+        local_rank: this rank's number on its host.
         count: the number of visible devices.
         allow_shared_gpu: whether several ranks may use one device.
 
     Raises:
         InvalidArgument: `wanted` names no CUDA device.
-        BackendUnavailable: the machine has no such device, or no device is left for this rank.
+        BackendUnavailable: there is no such device, or none left for this rank.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = f"{count} GPUs are visible (CUDA_VISIBLE_DEVICES{' is not set' if visible is None else '=' + visible})"
@@ -74,7 +74,7 @@ def choose_device(wanted: str | None, local_rank: int, count: int, *, allow_shar
     if local_rank < count:
         return local_rank
     if count == 1 and visible is not None and "," not in visible:
-        return 0  # the launcher has chosen the device; _check_devices detects two ranks with the same device
+        return 0  # the launcher has chosen; _check_devices finds two ranks with one device
     if allow_shared_gpu:
         return local_rank % count
     raise BackendUnavailable(
@@ -100,24 +100,23 @@ def offer(settings: WorldSettings) -> str:
 
 
 def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> Backend:
-    """See BackendModule. The caller must report an error of this function, because the other ranks wait for this rank.
+    """See BackendModule. The caller must report an error: the other ranks wait for this one.
 
     Args:
         client: this rank's connection to the rendezvous server.
-        settings: the world's settings; `timeout_seconds` limits the total time of this call, including
-            ncclCommInitRank.
-        group: the group's name; no group since the last start of the ranks has had this name.
+        settings: the world's; `timeout_seconds` limits the whole call, with ncclCommInitRank.
+        group: the group's name, which no other has had since the last start of the ranks.
 
     Raises:
         InvalidArgument: settings.device names no CUDA device.
         BackendUnavailable: CuPy, NCCL or a GPU is missing, or ranks share a GPU without allow_shared_gpu.
         NcclError: NCCL failed.
-        RendezvousTimeout: a rank did not call this function in time.
+        RendezvousTimeout: a rank did not call it in time.
         RendezvousError: the connection to the rendezvous server was lost.
         RankFailed: a rank died.
     """
     deadline = time.monotonic() + settings.timeout_seconds
-    version = check_library()  # raises an error without CuPy, which the imports below need
+    version = check_library()  # raises without CuPy, which the imports below need
     device_id = _device_for(settings)
     if settings.allow_shared_gpu:
         _let_ranks_share(version, client.rank)
@@ -133,7 +132,7 @@ def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> Ba
 
 
 def _device_for(settings: WorldSettings) -> int:
-    """Returns the CUDA device number for this rank. Raises the same errors as choose_device."""
+    """Returns the CUDA device number for this rank; raises as choose_device does."""
     wanted, rank = None if settings.device == "cpu" else settings.device, settings.place.local_rank
     return choose_device(wanted, rank, count_devices(), allow_shared_gpu=settings.allow_shared_gpu)
 
@@ -141,9 +140,9 @@ def _device_for(settings: WorldSettings) -> int:
 def _check_devices(
     client: RendezvousClient, identity: str, group: str, deadline: float, *, allow_shared_gpu: bool
 ) -> None:
-    """Raises an error on every rank if ranks share a GPU without allow_shared_gpu: NCCL's own error has less detail.
+    """Raises on every rank if ranks share a GPU without allow_shared_gpu, which NCCL's own error says less well.
 
-    Or if the variable GRADSYNC_DEBUG is not the same on all ranks, so that some would wait for comparisons.
+    Or if GRADSYNC_DEBUG is not the same on all ranks: some would wait for comparisons.
     """
     debugs = DEBUG.read()
     mine = bytes([debugs]) + identity.encode()[: MAX_EXCHANGED_BYTES // client.world_size - 1]
@@ -167,49 +166,44 @@ def _check_devices(
         )
 
     if len({_gpu_of(where) for where in by_device}) < len(by_device):
-        # The ranks use MIG slices of one GPU, and NCCL regards all these slices as the same GPU. Source: NCCL,
-        # src/init.cc, and its issue 1716.
+        # MIG slices of one GPU, which are one GPU to NCCL. Source: NCCL, src/init.cc, and its issue 1716.
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
 
 
 def device_identity(device_id: int, nccl_version: int) -> str:
-    """Returns a text that identifies a GPU among all hosts: PCI bus id, UUID, boot id and host name.
+    """Returns text that identifies a GPU among all hosts: PCI bus id, UUID, boot id and host name.
 
-    With thousands of ranks, a message has room for only the first bytes of each rank's text. So the text begins with
-    the parts that identify the GPU. The MIG slices of one GPU have the same bus id but different UUIDs. NCCL before
-    2.30 does not allow two ranks with the same bus id, so for these versions the text contains the bus id without the
-    UUID.
+    With thousands of ranks a message has room for the first bytes of each text only, so what identifies the GPU comes
+    first. MIG slices of one GPU have one bus id and several UUIDs; NCCL before 2.30 does not allow two ranks with one
+    bus id, so for it the UUID is left out.
 
     Args:
         device_id: the CUDA device number in this process.
-        nccl_version: NCCL's version as a number, such as 23203.
+        nccl_version: such as 23203.
     """
     import cupy
 
     bus = cupy.cuda.runtime.deviceGetPCIBusId(device_id)
-    # CuPy may cut off the UUID at its first zero byte. A shorter UUID is enough, because the text has the bus id too.
+    # CuPy may cut off the UUID at its first zero byte. What is left will do, beside the bus id.
     uuid = cupy.cuda.runtime.getDeviceProperties(device_id).get("uuid", b"")
     slice_name = uuid.hex() if nccl_version >= _MULTI_RANK_GPU_SINCE else ""
     return f"{bus if isinstance(bus, str) else bus.decode()}/{slice_name} {boot_id()} {socket.gethostname()}"
 
 
 def _gpu_of(identity: bytes) -> tuple[str, str]:
-    """Returns two parts of a device_identity text: the device's bus id, and the boot id and name of its host."""
+    """Returns two parts of a device_identity: the device's bus id, and the boot id and name of its host."""
     device, _, machine = identity.decode(errors="replace").partition(" ")
     return device.partition("/")[0], machine
 
 
 def _let_ranks_share(version: int, rank: int) -> None:
-    """Sets the environment variables with which NCCL accepts several ranks on one GPU.
-
-    NCCL reads these variables only once, when it creates the first communicator.
-    """
+    """Sets the variables with which NCCL accepts several ranks on one GPU; it reads them at its first communicator."""
     os.environ.setdefault("NCCL_MAX_CTAS", _CTAS_OF_A_SHARING_RANK)
     if version >= _MULTI_RANK_GPU_SINCE:
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     else:
-        # NCCL before 2.30 lets ranks share a GPU only if they seem to be on different hosts. Such ranks communicate
-        # over sockets, so a collective takes milliseconds.
+        # NCCL before 2.30 lets ranks share a GPU only if they seem to be on different hosts. Over their sockets a
+        # collective takes milliseconds.
         os.environ.setdefault("NCCL_HOSTID", f"gradsync-rank-{rank}")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         # The GPU alternates between the processes of the ranks, so each message waits for a turn. Others have measured

@@ -1,9 +1,8 @@
 """All that is asked of NCCL and of the CUDA driver: by CuPy's binding, and by ctypes where CuPy has no function.
 
-ncclCommInitRank, ncclCommDestroy and ncclCommAbort may block for ever if another rank has died. So each of these calls
-runs on a daemon thread, and no other thread waits for it without a deadline. CuPy's communicator object calls
-ncclCommDestroy when Python collects it, and could block the program at any point. So Nccl keeps the object alive until
-it has destroyed or aborted the communicator.
+ncclCommInitRank, ncclCommDestroy and ncclCommAbort may block for ever if another rank has died. So each runs on a
+daemon thread, and nobody waits for it without a deadline. CuPy's communicator calls ncclCommDestroy when Python
+collects it, and could block the program anywhere, so Nccl keeps it alive until it has destroyed or aborted it.
 
 Source: NCCL's API reference, `ncclDataType_t`, `ncclRedOp_t` and `ncclResult_t`.
 """
@@ -32,7 +31,7 @@ from gradsync.machine import run_with_timeout, start_thread
 from gradsync.reduction import ReduceOp, dtype_name
 from gradsync.rendezvous.client import RendezvousClient
 
-#: For each result code of NCCL, its name and a hint for the user.
+#: NCCL's result codes: the name of each, and a hint for the user.
 RESULTS = {
     1: (
         "ncclUnhandledCudaError",
@@ -55,7 +54,7 @@ RESULTS = {
 
 DESTROY_SECONDS = 10.0
 _OLDEST_CUPY = 14
-_OTHER_THREADS_CALL_SECONDS = 1.0  # how long abort waits for another thread's call before it interrupts the call
+_OTHER_THREADS_CALL_SECONDS = 1.0  # how long abort waits for another thread's call before it interrupts it
 
 _INSTALL = "pip install 'cupy-cuda12x[ctk]' nvidia-nccl-cu12 (cuda13x and cu13 where nvidia-smi shows CUDA 13)"
 
@@ -66,8 +65,8 @@ def check_library() -> int:
     """Checks that this process can use CuPy and NCCL, and returns NCCL's version, such as 23203.
 
     Raises:
-        BackendUnavailable: CuPy, NCCL or NVRTC cannot be loaded, CuPy is too old, or an environment variable is set
-            with which gradsync cannot use CuPy or NCCL.
+        BackendUnavailable: CuPy, NCCL or NVRTC cannot be loaded, CuPy is too old, or a variable is set with which
+            gradsync cannot use them.
     """
     try:
         import cupy
@@ -101,20 +100,19 @@ def check_library() -> int:
 
 
 class Nccl:
-    """One NCCL communicator of a client's ranks. All these ranks must make an object of this class.
+    """One NCCL communicator of a client's ranks, all of which must make it.
 
-    If making the object fails, the caller must report the error to the rendezvous server, because the other ranks wait
-    for this rank.
+    If that fails, the caller must report it to the rendezvous server: the other ranks wait for this one.
 
     Args:
         client: this rank's connection to the rendezvous server.
         device_id: the CUDA number of this rank's device.
-        group: the group's name; no group since the last start of the ranks has had this name.
-        deadline: the deadline for all steps, in time.monotonic() seconds.
+        group: the group's name, which no other has had since the last start of the ranks.
+        deadline: for all steps, in time.monotonic() seconds.
 
     Attributes:
         device_id: see Args.
-        has_ended: an event that is set when NCCL has destroyed or aborted the communicator, or has failed to do so.
+        has_ended: an event: NCCL has destroyed or aborted the communicator, or has failed to.
 
     Raises:
         NcclError: NCCL failed.
@@ -141,20 +139,20 @@ class Nccl:
             ReduceOp.MIN: nccl.NCCL_MIN,
             ReduceOp.MAX: nccl.NCCL_MAX,
         }
-        self._calling = threading.RLock()  # held during a call of NCCL, or during all calls of a group
+        self._calling = threading.RLock()  # held during a call of NCCL, or all calls of a group
         self._ending = threading.Lock()  # protects _how
         self._how: str | None = None
-        # How to end the communicator ("abort" or "destroy"), and a function to call before. Only the first is used.
+        # How to end it ("abort" or "destroy"), and a function to call before. Only the first counts.
         self._ends: SimpleQueue[tuple[str, Callable[[], None] | None]] = SimpleQueue()
         self.has_ended = threading.Event()
         key = f"nccl/{group}/id"
         if client.rank == 0:
             with self._errors("ncclGetUniqueId"):
-                # Any process with the id can join, so no error or log may contain the id.
+                # Any process with the id can join, so no error or log may have it.
                 client.set(key, bytes(nccl.get_unique_id()))
         unique_id = client.get(key, from_rank=0, timeout_seconds=_left(deadline))
-        # ncclCommInitRank waits for all ranks, and nothing can interrupt this wait. So the ranks first wait for each
-        # other at the server, with a timeout.
+        # ncclCommInitRank waits for all ranks, and nothing can interrupt it. So they first meet at the server, with a
+        # timeout.
         client.barrier(f"nccl/{group}/ready", timeout_seconds=_left(deadline))
         self._raw: Any = None  # CuPy's communicator
         try:
@@ -164,7 +162,7 @@ class Nccl:
             raise
 
     def _init_rank(self, client: RendezvousClient, unique_id: bytes, seconds: float) -> None:
-        """Calls ncclCommInitRank with a time limit, and starts the thread that will end the communicator."""
+        """Calls ncclCommInitRank, with a time limit, and starts the thread that will end the communicator."""
 
         def init() -> None:
             with self._errors("ncclCommInitRank"):
@@ -173,7 +171,7 @@ class Nccl:
                 # _await_end releases this reference; see the top of this file.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._raw))
                 try:
-                    # The thread starts now, because no thread can be started at interpreter exit.
+                    # Now, as no thread can be started at interpreter exit.
                     start_thread(threading.Thread(target=self._await_end, name="gradsync-nccl-end", daemon=True))
                 except BackendUnavailable:  # the system can start no thread
                     self._raw.abort()
@@ -189,11 +187,10 @@ class Nccl:
             ) from error
 
     # -- Collectives, on the current stream ------------------------------------------------------------------------
-    # Arrays are contiguous and on the device. NCCL ignores a call without elements; messages without bytes are not
-    # sent.
+    # Arrays are contiguous and on the device. NCCL ignores a call without elements; empty messages are not sent.
 
     def all_reduce(self, source: Any, target: Any, op: ReduceOp) -> None:
-        """Reduces the sources of all ranks into every rank's `target`, which may be the same array as its `source`."""
+        """Reduces the sources of all ranks into every rank's `target`, which may be its `source`."""
         datatype, per_element = self._datatypes[dtype_name(source.dtype)]
         self._call("allReduce", source.data.ptr, target.data.ptr, source.size * per_element, datatype, self._ops[op])
 
@@ -229,8 +226,8 @@ class Nccl:
     def group(self) -> Iterator[None]:
         """Launches the calls of the `with` block together at its end, so that they do not wait for each other.
 
-        NCCL's group ends with the block, even if the block raises an error: NCCL cannot withdraw the calls. After an
-        error the caller must abort the communicator.
+        NCCL's group ends with the block even if that raises, as NCCL cannot withdraw calls. After an error the caller
+        must abort the communicator.
 
         Raises:
             NcclError, CommunicatorClosed: as for the collectives.
@@ -244,8 +241,7 @@ class Nccl:
                 with self._errors("ncclGroupEnd"):
                     self._binding.groupEnd()
             except BaseException:
-                # If the group has ended or has not begun, this call does nothing. A group that stays open would delay
-                # all later calls.
+                # Does nothing if the group has ended or not begun. One that stays open would delay all later calls.
                 with contextlib.suppress(self._binding.NcclError, KeyError):
                     self._binding.groupEnd()
                 raise
@@ -298,10 +294,10 @@ class Nccl:
     # -- The end ---------------------------------------------------------------------------------------------------
 
     def abort(self, before: Callable[[], None] | None = None) -> None:
-        """Ends the communicator now, on a separate thread, and returns. Results of running collectives are undefined.
+        """Ends the communicator now, on a thread, and returns. Results of running collectives are undefined.
 
         Args:
-            before: a function that the thread calls before the abort; the function may block.
+            before: what the thread calls first; it may block.
         """
         self._begin_end("abort", before)
 
@@ -317,12 +313,12 @@ class Nccl:
             )
 
     def leave(self, before: Callable[[], None]) -> None:
-        """Destroys the communicator, unless it has ended, and does not wait. No object may use it any more.
+        """Destroys the communicator, unless it has ended, and does not wait. Nobody may use it any more.
 
-        It acquires no lock, because Python may collect a communicator in a thread that holds the lock.
+        It takes no lock: Python may collect a communicator in a thread that holds it.
 
         Args:
-            before: a function that a separate thread calls before; the function may block.
+            before: what a thread calls first; it may block.
         """
         self._ends.put(("destroy", before))
 
@@ -334,9 +330,8 @@ class Nccl:
         self._ends.put((how, before))
 
     def _await_end(self) -> None:
-        """Waits for the request to end the communicator, and ends the communicator. Runs on a separate thread."""
-        # The device is set first: later another thread may hold the driver's lock, e.g. if cudaFree waits for a hung
-        # kernel.
+        """Waits until the communicator is to end, and ends it; on a thread of its own."""
+        # The device first: later another thread may hold the driver's lock, e.g. if cudaFree waits for a hung kernel.
         self._cupy.cuda.Device(self.device_id).use()
         how, before = self._ends.get()
         try:
@@ -346,8 +341,8 @@ class Nccl:
                 self._how = how
             if how == "abort":
                 self._revoke()
-            # A thread that is blocked in a call holds this lock. NCCL documents an abort as safe only if no thread is
-            # in a call, but without ncclCommRevoke it is also the only way to end a blocked call.
+            # A thread that is blocked in a call holds this lock. NCCL calls an abort safe only if no thread is in a
+            # call; but without ncclCommRevoke nothing else ends a blocked one.
             idle = self._calling.acquire(timeout=_OTHER_THREADS_CALL_SECONDS)
             try:
                 with self._errors(f"ncclComm{how.title()}"):
@@ -374,15 +369,15 @@ def _left(deadline: float) -> float:
 
 
 def version_text(version: int) -> str:
-    """Returns NCCL's version as a text, such as "2.32.3" for 23203."""
+    """Returns NCCL's version as text, such as "2.32.3" for 23203."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def last_error() -> str:
-    """Returns the text of ncclGetLastError; "" if there is no text.
+    """Returns the text of ncclGetLastError, or "".
 
-    NCCL keeps one text for the whole process; ncclGetLastError ignores its argument, a communicator. So this function
-    returns a text even if ncclCommInitRank has failed. Source: NCCL, src/init.cc and src/debug.cc (ncclLastError).
+    NCCL keeps one for the process, and ignores the communicator that is its argument; so there is one even if
+    ncclCommInitRank has failed. Source: NCCL, src/init.cc and src/debug.cc (ncclLastError).
     """
     function = _nccl_function("ncclGetLastError")
     if function is None:
@@ -393,7 +388,7 @@ def last_error() -> str:
 
 
 def library_path() -> str:
-    """Returns the path of the NCCL library that this process has loaded, as /proc/self/maps shows it."""
+    """Returns the path of the NCCL library that this process has loaded, from /proc/self/maps."""
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
             path = line.split(maxsplit=5)[-1].strip()
@@ -403,7 +398,7 @@ def library_path() -> str:
 
 
 def _nccl_function(name: str) -> Any:
-    """Returns a function of the NCCL library that CuPy does not expose; None if this NCCL does not have it."""
+    """Returns a function of NCCL that CuPy does not expose; None if this NCCL has none of that name."""
     path = library_path()
     try:
         return getattr(ctypes.CDLL(path), name) if os.path.exists(path) else None
@@ -426,7 +421,7 @@ def driver() -> Any:
 
 
 def _datatypes(nccl: Any) -> dict[str, tuple[int, int]]:
-    """Returns for each dtype that NCCL can reduce: NCCL's code for its values, and the number of values per element."""
+    """Returns for each dtype that NCCL reduces its code for the values, and how many of them an element has."""
     names = "float16", "bfloat16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint32", "uint64"
     return {name: (getattr(nccl, f"NCCL_{name.upper()}"), 1) for name in names} | {
         "complex64": (nccl.NCCL_FLOAT32, 2),

@@ -204,13 +204,13 @@ extern "C" __global__ void digest_pieces(const u64* words, u64 count, u64* sums)
 
 
 class PackLayout(NamedTuple):
-    """The offsets of arrays in a flat buffer, and the chunks (pieces of the arrays) that the kernels copy.
+    """Where arrays lie in a flat buffer, and the chunks (pieces of the arrays) that the kernels copy.
 
     Attributes:
-        offsets_bytes: the offset of each array in the buffer; each offset is a multiple of ALIGNMENT_BYTES.
-        total_bytes: the offset in the buffer at which the last array ends.
-        chunks: a 1-D array with the dtype CHUNK; the address of each chunk is relative to its array.
-        array_of_chunk: for each chunk the index of its array.
+        offsets_bytes: of each array, multiples of ALIGNMENT_BYTES.
+        total_bytes: where the last array ends.
+        chunks: a 1-D array of dtype CHUNK, with addresses relative to their arrays.
+        array_of_chunk: the index of each chunk's array.
     """
 
     offsets_bytes: npt.NDArray[np.int64]
@@ -219,7 +219,7 @@ class PackLayout(NamedTuple):
     array_of_chunk: npt.NDArray[np.intp]
 
     def table(self, addresses: Sequence[int]) -> npt.NDArray[np.void]:
-        """Returns the table of chunks, with the dtype CHUNK, for arrays at these addresses."""
+        """Returns the table of chunks, of dtype CHUNK, for arrays at these addresses."""
         chunks: npt.NDArray[np.void] = self.chunks.copy()
         chunks["address"] += np.array(addresses, np.uint64)[self.array_of_chunk]
         return chunks
@@ -227,7 +227,7 @@ class PackLayout(NamedTuple):
 
 @lru_cache(maxsize=128)
 def pack_layout(sizes_bytes: tuple[int, ...]) -> PackLayout:
-    """Returns a layout in which arrays of these sizes follow one another, each at a multiple of ALIGNMENT_BYTES."""
+    """Returns the layout of arrays of these sizes, one after the other, each at a multiple of ALIGNMENT_BYTES."""
     sizes = np.array(sizes_bytes, np.int64)
     rooms = -(-sizes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     offsets = np.cumsum(rooms) - rooms
@@ -244,9 +244,9 @@ def pack_layout(sizes_bytes: tuple[int, ...]) -> PackLayout:
 
 
 class Packer:
-    """Launches the kernels, on the current stream of its device, which is the current device in every call.
+    """Launches the kernels, on the current stream of its device, which is the current one in every call.
 
-    The caller keeps all arrays until the stream has done its work, and also the tables that `pack` returns.
+    The caller keeps all arrays and tables until the stream has done its work.
 
     Raises:
         cupy.cuda.compiler.CompileException: NVRTC cannot compile the kernels.
@@ -268,7 +268,7 @@ class Packer:
         return self._cupy.asarray(rows.view(np.uint8))
 
     def pack(self, table: Any, flat: Any) -> None:
-        """Copies the arrays of a table into a flat buffer of uint8, at the offsets that pack_layout computes."""
+        """Copies the arrays of a table into a flat buffer of uint8, at the offsets of pack_layout."""
         self._launch(self._pack, table, flat)
 
     def split(self, table: Any, flat: Any) -> None:
@@ -278,8 +278,8 @@ class Packer:
     def scale(self, table: Any, flat: Any, dtype: np.dtype[Any], factor: Any) -> None:
         """Packs arrays, and multiplies their values by a factor. The buffer may be the single array of the table.
 
-        Half precision is multiplied in float32; real and imaginary parts are multiplied separately. Subnormal numbers
-        of float32 and bfloat16 become 0, because CuPy compiles with -ftz=true.
+        Half precision is multiplied in float32, real and imaginary parts separately. Subnormal numbers of float32 and
+        bfloat16 become 0: CuPy compiles with -ftz=true.
 
         Args:
             table, flat: as for `pack`.

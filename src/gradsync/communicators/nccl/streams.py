@@ -22,8 +22,8 @@ _CAPTURE_IMPLICIT = 906  # the null stream was queried, and a stream that synchr
 class on_device:  # noqa: N801 - it is called as a function
     """Makes a device the current one in a `with` block.
 
-    Afterwards the thread's own device is the current one again, if this process has a context on it. Else the thread
-    has never used it: choosing it would make a context, which takes half a gigabyte of another rank's GPU.
+    Afterwards the thread's own device is current again, if this process has a context on it. Else the thread has never
+    used it, and choosing it would make a context: half a gigabyte of another rank's GPU.
     """
 
     __slots__ = ("_device_id", "_own")
@@ -50,16 +50,16 @@ def is_per_thread(stream: Any) -> bool:
 
 
 def as_stream(stream: Any, device_id: int, who: str) -> Any:
-    """Returns a CuPy stream for a stream that the program has passed to gradsync.
+    """Returns a program's stream as CuPy's.
 
     Args:
-        stream: a CuPy stream, a PyTorch stream, a stream's handle as an integer, or an object with CUDA's method
-            `__cuda_stream__`; None means the calling thread's current stream on the device.
-        device_id: the CUDA number of the device to which the stream must belong.
-        who: the name of the caller, with which an error's text begins.
+        stream: CuPy's or PyTorch's, a handle as an integer, or an object with CUDA's method `__cuda_stream__`; None
+            means the calling thread's current stream on the device.
+        device_id: the CUDA number of the device whose stream it must be.
+        who: the beginning of errors.
 
     Raises:
-        InvalidArgument: `stream` is not a stream, or belongs to another GPU.
+        InvalidArgument: it is no stream, or another GPU's.
     """
     if stream is None:
         return cupy.cuda.get_current_stream(device_id)
@@ -79,31 +79,30 @@ def as_stream(stream: Any, device_id: int, who: str) -> Any:
 
 
 def refuse_capturing(stream: Any, who: str) -> None:
-    """Raises an error if a stream captures a CUDA graph. Asks the driver once, and does not wait.
+    """Refuses a stream that captures a CUDA graph. Asks the driver once, and does not wait.
 
-    A collective's deadline and its events need the host, and a CUDA graph cannot contain them. Without this check, CUDA
-    would raise error 905 or 907 in the middle of the call, when the other ranks already wait for this rank.
+    A graph cannot contain a collective's deadline and events, which need the host. CUDA would raise error 905 or 907 in
+    the middle of the call, when the other ranks wait for this one.
 
     Args:
-        stream: the CuPy stream to check.
-        who: the names of this rank and of the call, for the error's text.
+        stream: CuPy's.
+        who: the beginning of errors: this rank, and the call.
 
     Raises:
-        InvalidArgument: the stream captures a graph; or it is the null stream, and another stream that synchronizes
-            with the null stream captures a graph.
+        InvalidArgument: it captures a graph; or it is the null stream, and one that synchronises with it does.
     """
     try:
         if not stream.is_capturing():
             return
-    except RuntimeError as error:  # CuPy raises this error if the capture is invalid
+    except RuntimeError as error:  # the capture is invalid
         if getattr(error, "status", _CAPTURE_IMPLICIT) not in CAPTURE_ERRORS:
-            return  # the GPU has failed; the launch will raise the error
+            return  # the GPU has failed; the launch will raise it
     raise InvalidArgument(_is_capturing(who))
 
 
 @contextlib.contextmanager
 def capture_refusal(who: str) -> Iterator[None]:
-    """Converts CUDA's error for a stream that captures a graph."""
+    """Turns CUDA's error for a stream that captures a graph into the refusal of one."""
     try:
         yield
     except cupy.cuda.runtime.CUDARuntimeError as error:

@@ -1,9 +1,9 @@
 """Work on a GPU: collectives that run beside the host, their ends, their deadlines and their failures.
 
-The call of a collective returns before the collective has ended. Three threads of the process look after all
-communicators. The watcher looks for failures and deadlines, and asks the GPU nothing, because the driver may not answer
-while a kernel hangs. A second thread asks the GPU what has begun and ended. A third one calls the users' callbacks,
-which may take any time. None of them holds a reference to a communicator, so that Python can collect one.
+A call returns before its collective has ended. Three threads of the process look after all communicators. The watcher
+looks for failures and deadlines, and asks the GPU nothing: the driver may not answer while a kernel hangs. A second
+thread asks the GPU what has begun and ended. A third one calls the users' callbacks, which may take any time. None
+holds a reference to a communicator, so that Python can collect one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from gradsync.rendezvous.client import RendezvousClient
 
 _log = logging.getLogger("gradsync")
 
-# A waiting thread first looks without a pause, because most collectives take microseconds; then it sleeps in between.
+# Who waits first looks without a pause, as most collectives take microseconds, and then sleeps in between.
 _LOOKS_WITHOUT_SLEEP = 200
 _SLEEP_SECONDS = 100e-6
 # How long `wait` waits after the deadline, so that the watcher can find the reason: longer than a rank waits for the
@@ -311,8 +311,8 @@ class Watched:
 
     Attributes:
         label, device_id, timeout_seconds, nccl: of the communicator.
-        call: the work whose NCCL call has not returned; None if no call runs. A call may block, because NCCL may first
-            have to connect the ranks, or because CUDA_LAUNCH_BLOCKING=1 makes every launch wait for its end.
+        call: the work whose NCCL call has not returned; None if no call runs. A call may block: NCCL may first have to
+            connect the ranks, and with CUDA_LAUNCH_BLOCKING=1 every launch waits for its end.
         failure: the error that has broken the communicator; None if it is not broken.
     """
 
@@ -436,12 +436,12 @@ class Watched:
     def abort(self, error: BaseException, reason: str | None, culprit: int | None = None) -> bool:
         """Breaks the communicator, and ends its work, with an error. Returns False if it was broken before.
 
-        Another thread aborts the NCCL communicator, because calls to the server or NCCL could block this thread.
+        Another thread aborts NCCL's: calls to the server, or of NCCL, could block this one.
 
         Args:
             error: the error of all work, and of every later call.
-            reason: the failure that the thread first reports to the server; None if the server knows the failure.
-            culprit: the world rank that caused the failure, if it is known.
+            reason: what the thread first reports to the server; None if the server knows.
+            culprit: the world rank that caused it, if known.
         """
         with self._lock:
             if self.failure is not None:
@@ -525,10 +525,9 @@ class Watched:
                 self._look_at_clock(work, time.monotonic() - since)
 
     def _look_at_clock(self, work: GpuWork, waited_seconds: float) -> None:
-        """Reports to the server, which logs a warning, that work or its NCCL call takes long.
+        """Tells the server, which logs a warning, that work or its NCCL call takes long; after the deadline, raises.
 
-        After the deadline, raises an error; if there are several ranks, the server chooses the same error for all of
-        them. If there is only one rank, this method does not report to the server.
+        Of several ranks the server chooses one error for all; a rank that is alone tells nobody.
         """
         is_call = work is self.call
         entry = None if is_call or work.recorded is None else Entry(*work.recorded)
@@ -661,10 +660,10 @@ def _call_back(device_id: int, callbacks: _Callbacks, _: threading.Event) -> Non
 
 
 def await_callbacks(seconds: float) -> None:
-    """Waits a limited time until the done-callbacks of all work that has ended were called.
+    """Waits for a limited time until the done-callbacks of all work that has ended were called.
 
-    Otherwise a program that ends would lose its last callbacks, and the error of a callback that calls a collective.
-    Within a done-callback the function does nothing, because the thread would wait for itself.
+    A program that ends would otherwise lose its last callbacks, and the error of one that calls a collective. Within a
+    done-callback it does nothing: the thread would wait for itself.
     """
     if is_in_callback():
         return
@@ -684,7 +683,7 @@ def await_callbacks(seconds: float) -> None:
 
 
 def _forget_after_fork() -> None:
-    """Resets this module in a forked child process, which does not have the threads."""
+    """Resets this module in a forked child, which does not have the threads."""
     global _registering
     _registering = threading.Lock()
     _all.clear()
