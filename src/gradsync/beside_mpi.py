@@ -57,16 +57,16 @@ def from_mpi(
         comm = gs.from_mpi(MPI.COMM_WORLD)
         sync = gs.AllreduceCallback("mean", group=comm)
 
-    It needs no init_process_group(), and a process may have any number of them. Like a collective of MPI, all ranks
-    must call it in the same place among their other collectives on `comm`. The result is independent of `comm`: you may
-    close it and use `comm`, or free `comm` and use it. It ends when MPI is finalised.
+    It needs no init_process_group(), and a process may have any number of them. As with a collective of MPI, all ranks
+    call it in the same place among their other collectives on `comm`. Afterwards it does not depend on `comm`: you may
+    close the one and go on with the other. It ends when MPI is finalised.
 
     Args:
         comm: an intracommunicator of mpi4py: COMM_WORLD, or what Split, Dup, Create_cart and the like return.
         backend: "auto", "nccl", "shm", "mpi" or "local", as in init_process_group(), and agreed on by all ranks: "auto"
             is "nccl" if each rank has a GPU, else "shm" on one machine, else "mpi", on a duplicate of `comm`.
-        device: the device of this rank, "cpu" or such as "cuda:1". By default CuPy's current device if it is not 0,
-            else the device whose number is this process's local rank.
+        device: the device of this rank, "cpu" or e.g. "cuda:1". By default CuPy's current device if that is not 0, else
+            the one whose number is this process's local rank.
         timeout_seconds: how long this call waits for the other ranks.
         collective_timeout_seconds: how long a collective waits; GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS takes precedence.
 

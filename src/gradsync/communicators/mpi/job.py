@@ -1,10 +1,9 @@
-"""Functions for a process of an MPI job: load MPI, find the rank, share the server's address, end a failed job.
+"""A process of an MPI job: load MPI, find the rank, share the server's address, end a failed job.
 
-Importing mpi4py.MPI initialises MPI, which takes time, so only `load_mpi` imports mpi4py.MPI.
+Importing mpi4py.MPI initialises MPI, which takes time, so only `load_mpi` does.
 
-The user of an MPI job need not set the address of the rendezvous server: rank 0 sends the address to the other ranks
-over MPI, with the run's secret. MPI does not encrypt messages. An attacker who can read the secret in MPI's messages
-can read the gradients there as well.
+Nobody need set the rendezvous server's address: rank 0 sends it to the others over MPI, with the run's secret. MPI does
+not encrypt: who can read the secret there can read the gradients as well.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def load_mpi() -> Any:
 
     Raises:
         BackendUnavailable: mpi4py or MPI's library is missing, MPI was initialised without MPI_THREAD_MULTIPLE or has
-            been finalised, or this process was forked from a process that had initialised MPI.
+            been finalised, or the parent of this forked process had initialised it.
     """
     if _is_parents:
         raise BackendUnavailable("this process was forked from an MPI rank, and only the parent can use MPI")
@@ -102,7 +101,7 @@ def check_place(mpi: Any, rank: int, world_size: int) -> None:
     """Checks that this process has the same rank and world size in gradsync and in MPI_COMM_WORLD.
 
     Raises:
-        BackendUnavailable: the rank or the world size differs. The error message shows the likely reason.
+        BackendUnavailable: it has not; the message has the likely reason.
     """
     found = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
     if found == (rank, world_size):
@@ -128,7 +127,7 @@ def mpi_place() -> RankEnvironment | None:
     mpi = load_mpi()
     world = mpi.COMM_WORLD
     if world.Get_size() == 1:
-        return None  # mpiexec has not started the process, or has started only this process
+        return None  # mpiexec has not started it, or nothing else
     local = world.Split_type(mpi.COMM_TYPE_SHARED)
     try:
         local_rank, local_world_size = local.Get_rank(), local.Get_size()
@@ -239,7 +238,7 @@ def _finish(request: Any, label: str, deadline: float, *memory: object) -> bool:
                 return False
             time.sleep(min(_TEST_EVERY_SECONDS, (now - began) / 8))
         return True
-    except BaseException as error:  # also Ctrl-C, because MPI still uses the memory
+    except BaseException as error:  # Ctrl-C too: MPI still uses the memory
         keep_for_ever(request, memory)
         if isinstance(error, mpi.Exception):
             raise to_mpi_error(error, label) from error
@@ -288,22 +287,22 @@ def _call_all() -> None:
 
 # -- Ending --------------------------------------------------------------------------------------------------------
 # A collective of MPI cannot be cancelled, so its memory must stay until the process ends. MPI_Finalize, which mpi4py
-# calls at exit, waits for all ranks. So a failed process must end the job before mpi4py calls MPI_Finalize.
+# calls at exit, waits for all ranks, so a failed process must end the job before.
 
 
 def keep_for_ever(*kept: object) -> None:
-    """Keeps requests that have not ended, with their memory, because MPI may still read and write this memory."""
+    """Keeps requests that have not ended, and their memory, which MPI may still read and write."""
     _unfinished.append(kept)
 
 
 def has_job_failed() -> bool:
-    """Whether this process must end its MPI job when it exits: after an exception or an unfinished collective."""
+    """Whether this process must end its MPI job at exit: after an exception, or an unfinished collective."""
     mpi = loaded_mpi()
     return mpi is not None and mpi.COMM_WORLD.Get_size() > 1 and (uncaught_error() is not None or bool(_unfinished))
 
 
 def end_job() -> None:
-    """Ends the whole failed job by MPI_Abort. gradsync calls it at exit, after Python has printed the traceback."""
+    """Ends the whole failed job by MPI_Abort: at exit, after Python has printed the traceback."""
     if uncaught_error() is None:  # the program has caught the exception that ended the wait
         _log.error(
             "this MPI job ends with an error: a wait for a collective failed, and MPI cannot cancel the collective"
@@ -313,7 +312,7 @@ def end_job() -> None:
 
 
 def end_forked_child() -> None:
-    """Ends a forked child that exits because of an exception. Otherwise MPI_Finalize would wait for all ranks."""
+    """Ends a forked child that an exception ends; otherwise MPI_Finalize would wait for all ranks."""
     if _is_parents and uncaught_error() is not None:
         _flush()
         os._exit(_exit_code())
@@ -330,7 +329,7 @@ def _flush() -> None:
 
 
 def _forget_after_fork() -> None:
-    """Records, in a forked child, that MPI belongs to the parent: the child is not a rank, and must not end the job."""
+    """Notes in a forked child that MPI is the parent's: the child is no rank, and must not end the job."""
     global _is_parents
     _is_parents = _is_parents or loaded_mpi() is not None
 
