@@ -127,6 +127,8 @@ class CollectiveTimeout(GradsyncError, TimeoutError):
 class RankFailed(GradsyncError, RuntimeError):
     """Another rank died, stopped answering or raised an exception; or it left or closed what others still used.
 
+    To go on without it, call gs.rebuild().
+
     Attributes:
         rank: the rank that failed; None if it is not known.
         phase: what that rank was doing: "joining" until all have joined, then "running", and "left" after it has left;

@@ -136,11 +136,18 @@ def test_the_wheel_has_the_library_and_nothing_else(built):
     assert extras == {"cuda12", "cuda13", "mpi"}  # for users; what working on gradsync needs are groups
 
 
-def test_two_ranks_train_in_an_empty_environment(run, tmp_path):
+def test_the_readmes_commands_run_in_an_empty_environment(built, run, tmp_path):
+    """With the examples of the sdist."""
     assert run("gradsync", "--version") == (0, f"gradsync, version {gs.__version__}\n")
-    shutil.copy(ROOT / "examples" / "own_loop.py", tmp_path)
-    expected = (0, "[rank 0] 2 ranks over shm: weights [1. 2. 3.], bias [4.]\n")
-    assert run("gradsync", "run", "-n", "2", "own_loop.py") == expected
+    with tarfile.open(built[0]) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    [source] = tmp_path.iterdir()
+    (tmp_path / "examples").symlink_to(source / "examples")
+    blocks = re.findall(r"```console\n\$ ([^\n]+)\n(.*?)```", (source / "README.md").read_text(), flags=re.DOTALL)
+    assert blocks
+    for command, shown in blocks:
+        _, printed = run(*command.split())
+        assert [line for line in shown.splitlines() if "pid" not in line and line not in printed.splitlines()] == []
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")

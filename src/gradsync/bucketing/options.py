@@ -19,10 +19,9 @@ CHECK_EVERY = 1000  # steps: the digests then cost less than 0.1 % of them
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a callback. Attributes that are not listed are arguments of AllreduceCallback.
+    """The options of a callback, as AllreduceCallback takes them.
 
-    The constructor checks the options, except two: Step checks `threshold_bytes`, and known_parameters() checks
-    `parameters`.
+    They are checked here, but for two: Step checks `threshold_bytes`, and known_parameters() `parameters`.
 
     Attributes:
         op: the operator of the reduction: sum or mean.
@@ -62,13 +61,13 @@ class Options:
         return self.clip_norm is not None or self.nonfinite != "off"
 
     def threshold_or(self, default_bytes: int) -> Any:
-        """Returns the option `threshold_bytes` unchecked, or the default if the option is None."""
+        """Returns the option `threshold_bytes`, unchecked, or the default if it is None."""
         return default_bytes if self.threshold_bytes is None else self.threshold_bytes
 
     def settings(self) -> dict[str, str]:
-        """Returns the options, except reduce_method, that must be equal on all ranks, with their values as text.
+        """Returns the options that must be equal on all ranks as text, but for reduce_method, and those with defaults.
 
-        The digest of a step depends on these options. Options with default values are left out.
+        A step's digest has them.
         """
         settings: dict[str, str] = {}
         if self.missing == "zero":
@@ -89,7 +88,7 @@ class Options:
         """Refuses gradients of a dtype that cannot be reduced with these options.
 
         Raises:
-            UnsupportedDtype: the dtype does not fit the options: e.g. integers cannot be averaged or clipped.
+            UnsupportedDtype: integers cannot be averaged or clipped, for example.
         """
         if dtype in self._accepted:
             return
