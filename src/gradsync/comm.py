@@ -42,6 +42,8 @@ def get_rank() -> int:
 def get_local_rank() -> int:
     """Returns this process's rank on its machine, for example to choose a GPU; 0 without a process group.
 
+    It is that at launch, also after gs.rebuild(): the GPU stays.
+
     Unlike in detectron2, create_local_process_group() need not be called before: without it, the launcher tells (such
     as by LOCAL_RANK), and where it does not, all ranks are taken to be on one machine.
     """

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, NoReturn, ParamSpec, TypeVar
 
 from gradsync.arguments import (
@@ -198,16 +198,18 @@ def init_process_group(
 def rebuild(*, min_ranks: int | None = None, timeout_seconds: float = 30.0) -> Communicator:
     """Makes a new world of the ranks that are left, and of those that wait to join: training goes on without the dead.
 
-        while step < steps:
+        while True:
             try:
-                gs.broadcast_tree(state, root=comm.most_advanced)  # in the first world from rank 0
+                state = gs.broadcast_tree(state, root=comm.most_advanced)  # in the first world from rank 0
+                if state["step"] == steps:  # here nobody can need this rank for the last step any more
+                    break
                 train(state)  # until the end, or until a rank dies
-            except gs.RankFailed:
+            except (gs.RankFailed, gs.CollectiveTimeout):
                 comm = gs.rebuild()
 
-    After RankFailed (or CollectiveTimeout) every rank that is left must call it. At the edge of a step all ranks may
-    call it, to take in ranks that were started again: those wait in init_process_group() until then. It returns as soon
-    as all have come. A rank that was stopped (SIGSTOP), or did not come to a collective, is out: nobody waits for it.
+    After one of these errors every rank that is left must call it. At the edge of a step all ranks may call it, to take
+    in ranks that were started again: those wait in init_process_group() until then. It returns as soon as all have
+    come. A rank that was stopped (SIGSTOP), or did not come to a collective, is out: nobody waits for it.
 
     The ranks keep their order, and get new numbers without gaps; `comm.member` is a rank's number at launch. Callbacks
     with group=None begin anew, as in a new process: hooks that have a method reset() are reset. Groups and the old
@@ -563,8 +565,7 @@ def _introduce(client: RendezvousClient, place: RankEnvironment) -> None:
 
 
 def _replace_world(world: Communicator) -> None:
-    """Ends the world's communicators: gs.rebuild() makes a new one."""
-    world.on_exit = None
+    """Ends the world's communicators: gs.rebuild() makes a new one, which the `with` block of the first one ends."""
     world.replace_tree()
     _siblings.clear()
     begin_anew()
@@ -604,14 +605,19 @@ def _begin_world(
     """Makes it the world; `steps` are those that its ranks have completed."""
     global _settings
     communicator.begin_as_world(member, steps)
-    communicator.on_exit = _destroy_because_of
+    communicator.on_exit = partial(_end_block, _launched)
     _settings = settings
     set_world(communicator)
     return communicator
 
 
-def _destroy_because_of(error: BaseException | None) -> None:
+def _end_block(launched: object, error: BaseException | None) -> None:
     """Ends the process group at the end of its `with` block; `error` is the exception that ended the block, or None."""
+    if _launched is launched:  # else the block has ended it itself
+        _destroy_because_of(error)
+
+
+def _destroy_because_of(error: BaseException | None) -> None:
     communicator = get_initial_world()
     try:
         # The ranks that took part have raised PlanMismatch already, so they need no report.

@@ -116,6 +116,15 @@ def test_what_belongs_to_the_old_world_cannot_be_used(comm):
     assert not again or again.world_size == 1
 
 
+@pytest.mark.ranks(on={"shm": (3,), "fake": (3,)}, ends={2: -9})
+def test_the_block_of_the_first_world_ends_the_last_one(comm):
+    with comm:
+        die(comm, 2)
+        rebuilt = gs.rebuild()
+    assert rebuilt.closed
+    assert not gs.is_initialized()
+
+
 class Doubling:
     """A hook with a state."""
 
