@@ -88,8 +88,11 @@ class RankOutcome:
 
     @property
     def text(self) -> str:
-        """The traceback of the rank's error, or the report on why the others gave it up; "" if there is none."""
-        return self.error.text if self.error is not None else self.given_up.partition("\n")[2]
+        """The traceback of the rank's error, or where it was when the others gave it up; "" if neither is known."""
+        if self.error is not None:
+            return self.error.text
+        where = re.search(r"^missing: (.*?\n)\n", self.given_up, re.DOTALL | re.MULTILINE)
+        return where[1] if where else ""
 
     @property
     def out_of_memory(self) -> str:
@@ -281,7 +284,8 @@ def _too_few(outcome: Outcome) -> str:
             "gradsync: to go on without a rank, the others need to catch gs.RankFailed and gs.CollectiveTimeout, and "
             "to call gs.rebuild()\n"
         )
-    return "".join(lines) + f"gradsync: fewer than {count(outcome.min_ranks, 'rank')} (--min-ranks) are left\n"
+    enough = f"fewer than {outcome.min_ranks} ranks (--min-ranks) are left"
+    return "".join(lines) + f"gradsync: {'no rank is left here' if outcome.needed == 1 else enough}\n"
 
 
 def _last_output(rank: RankOutcome) -> str:

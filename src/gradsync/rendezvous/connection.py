@@ -75,6 +75,9 @@ NO_REPORT = "(it reports nothing)"
 #: Called in a thread of its own when the world has failed, or its server is gone, unless a collective only took too
 #: long. A launcher that shares the run with other launchers sets it in its ranks, because nobody else tells it.
 on_failure: Callable[[GradsyncError], object] | None = None
+#: Called in a thread of its own when the server has ended the connection: it is gone, or the others go on without this
+#: rank, which did not answer them. For a launcher that goes on without ranks that fail.
+on_loss: Callable[[GradsyncError], object] | None = None
 
 _log = logging.getLogger("gradsync.rendezvous")
 
@@ -339,7 +342,7 @@ class Connection:
         if self.failure is None:
             self.failure = failure
             if on_failure is not None and self._has_joined and not isinstance(failure, CollectiveTimeout):
-                threading.Thread(target=on_failure, args=(failure,), name="gradsync-failure", daemon=True).start()
+                _start(on_failure, failure)
         for number in list(self._pending):
             self._end(number, None)
 
@@ -350,6 +353,8 @@ class Connection:
         )
         failure.__cause__ = error
         self._fail(failure)
+        if on_loss is not None and self._has_joined and not isinstance(self.failure, CommunicatorClosed):
+            _start(on_loss, self.failure or failure)
 
     # -- The thread of the callbacks -----------------------------------------------------------------------------
 
@@ -424,6 +429,10 @@ def _close_copies() -> None:
 
 
 os.register_at_fork(after_in_child=_close_copies)
+
+
+def _start(hook: Callable[[GradsyncError], object], error: GradsyncError) -> None:
+    threading.Thread(target=hook, args=(error,), name="gradsync-failure", daemon=True).start()
 
 
 def failure_of(fields: list[Any], label: str, operation: str = "") -> GradsyncError:

@@ -949,6 +949,7 @@ class Worlds:
         if 2 * len(lost) <= generation.size:
             for member in [generation.members[rank] for rank in lost]:
                 member.is_lost = True
+                self._close(member.connection)  # also a sign for a launcher on another machine
                 if world is self._worlds.get(""):
                     self._on_lost(member.number, failure.text)
 

@@ -77,10 +77,16 @@ def _run(rank: int, start: dict[str, Any], reporter: Reporter) -> NoReturn:
         _set_interrupts("UNBLOCK")  # blocked by the launcher: no SIGINT was to come before this `try` block
         if start["shows_lines"] and hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(line_buffering=True)  # else Python would buffer lines for a pipe
-        if start["has_others"] and not start["goes_on"]:
+        if start["has_others"]:
             from gradsync.rendezvous import connection
 
-            connection.on_failure = lambda error: _report_failure_of_world(reporter, error)
+            def report(error: BaseException) -> None:
+                _report_failure_of_world(reporter, error)
+
+            if start["goes_on"]:  # this rank, too, unless the others have given it up
+                connection.on_loss = report
+            else:
+                connection.on_failure = report
         runs_function = start["kind"] == "function"
         result = _RUNNERS[start["kind"]](start)
         if runs_function and os.getpid() == process_id and reporter.claim():
