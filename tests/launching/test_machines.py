@@ -38,6 +38,24 @@ SCRIPT = """
     comm.close()
 """
 
+# What befalls the ranks of the second argument is the first; the others go on.
+GOES_ON = """
+    import os, signal, sys, time
+    import numpy as np
+    import gradsync as gs
+    comm = gs.init_process_group("shm")
+    for round in range(2):
+        try:
+            if round == 0 and str(comm.member) in sys.argv[2]:
+                os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "kill" else time.sleep(1000)
+            comm.all_reduce(np.ones(1))
+            if round == 0:
+                comm.barrier()
+        except (gs.RankFailed, gs.CollectiveTimeout):
+            comm = gs.rebuild()
+    os.write(1, f"{comm.member} of {comm.world_size}\\n".encode())
+"""
+
 
 class Machines:
     """The launchers of one run."""
@@ -182,6 +200,22 @@ def test_machine_0_keeps_the_server_for_the_others(machines, tmp_path):
     with open(tmp_path / "fifo", "w"):
         pass
     assert [result.code for result in run.results()] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("how", "who", "codes"), [("kill", "3", [0, 0]), ("hang", "3", [0, 0]), ("kill", "01", [137, 0])]
+)
+def test_both_machines_go_on_without_ranks_of_one(how, who, codes, machines):
+    """A rank that hangs on the machine without the server; all ranks of the machine with the server."""
+    run = machines(source=GOES_ON)
+    quickly = {"GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS": "2"} if how == "hang" else {}
+    run.start_all(how, who, n=2, options=("--min-ranks", 2), environment=quickly)
+    results = run.results()
+    assert [result.code for result in results] == codes, results
+    left = [member for member in "0123" if member not in who]
+    shown = sorted(line for result in results for line in result.out.splitlines())
+    assert shown == [f"{member} of {len(left)}" for member in left]
+    assert results["0" not in who].err.count("; the others go on\n") == len(who)
 
 
 def test_a_machine_with_another_secret_is_refused_and_harms_nobody(machines, secret):
