@@ -98,6 +98,7 @@ _rendezvous: JoinedRendezvous | None = (
 )
 _settings: WorldSettings | None = None
 _launched: tuple[str, WorldSettings] | None = None  # the backend that was asked for, and the settings before a rebuild
+_numbers: tuple[int, ...] | None = None  # the ranks at launch of the last world that was joined, if it was rebuilt
 _siblings: dict[str, Communicator] = {}  # the world's communicators over other backends, by backend
 
 Arguments = ParamSpec("Arguments")
@@ -270,6 +271,11 @@ def rebuild(*, min_ranks: int | None = None, timeout_seconds: float = 30.0) -> C
         except RankFailed:  # in the midst of it: once more, without that rank
             if time.monotonic() >= deadline:
                 raise
+
+
+def rank_at_launch(rank: int) -> int:
+    """Returns the rank at launch of a rank of the last world, which may have ended. For reports to the launcher."""
+    return _numbers[rank] if _numbers is not None and rank < len(_numbers) else rank
 
 
 def destroy_process_group() -> None:
@@ -579,8 +585,10 @@ def _connect_world(where: str, client: RendezvousClient, steps: int) -> Communic
         client: the client of the ranks that have joined.
         steps: how many steps this rank has completed.
     """
+    global _numbers
     assert _launched is not None
     (wanted, settings), progress = _launched, [0] * client.world_size
+    _numbers = client.numbers
     member = settings.place.rank
     if client.numbers is not None:  # the world was rebuilt, perhaps when this rank joined
         with reporting(where, client):

@@ -20,6 +20,8 @@ SCRIPT = """
                 raise ValueError("boom")
             case "exit" | "early":
                 sys.exit(3)
+            case "leave":
+                sys.exit()
             case "hang":
                 time.sleep(1000)
 
@@ -50,7 +52,7 @@ SCRIPT = """
                 state["w"] -= gradient
                 state["step"] += 1
         except (gs.RankFailed, gs.CollectiveTimeout):
-            if "never" in sys.argv:
+            if "never" in sys.argv or ("once" in sys.argv and comm.world_size < int(os.environ["WORLD_SIZE"])):
                 raise
             comm = gs.rebuild()
     os.write(1, f"{comm.member} ends as {comm.rank}/{comm.world_size}, {state['w'][0]}\\n".encode())
@@ -124,6 +126,14 @@ def test_a_script_that_never_rebuilds_is_told_how(run):
     assert "RankFailed" in err
     assert "\ngradsync: to go on without a rank, the others need to catch gs.RankFailed and gs.CollectiveTimeout" in err
     assert re.fullmatch(r"gradsync: rank 0 \(.*\) was killed by SIGKILL", last(err))
+
+
+def test_a_report_names_ranks_as_they_were_launched(run):
+    """Rank 1 of four is rank 0 of three when it leaves."""
+    code, _, err = run("--min-ranks 2", "kill:0,leave:1@15", 1, "once", n=4)
+    assert code == 1
+    assert re.search(r"^gradsync: rank 1 \(pid \d+\) ended with exit code 0 before this failure$", err, re.M), err
+    assert re.search(r"^gradsync: rank [23] \(.*\) failed with exit code 1, because of rank 1:$", err, re.M), err
 
 
 def test_a_rank_that_hangs_until_the_deadline_is_ended(run):

@@ -357,10 +357,11 @@ def _consequence_in(error: BaseException | None) -> BaseException | None:
 
 
 def _missed_rank(consequence: BaseException | None) -> int | None:
-    """Returns the rank that an error reports as gone: the first missing rank of a timeout, or a RankFailed's rank."""
+    """Returns the rank, as at launch, that an error reports as gone: the first that is missing, or a RankFailed's."""
     missing = getattr(consequence, "missing_ranks", ())
     rank: int | None = missing[0] if missing else getattr(consequence, "rank", None)
-    return rank
+    group = sys.modules.get("gradsync.process_group")
+    return rank if rank is None or group is None else group.rank_at_launch(rank)
 
 
 # -- How a rank ends ---------------------------------------------------------------------------------------------------
