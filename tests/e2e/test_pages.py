@@ -42,6 +42,11 @@ PROGRAMS = [
 ]
 
 
+def without_advice(errors):
+    """What is wrong; that a machine has few cores is not."""
+    return re.sub(r"gradsync: \d+ ranks share \d+ cores?, .*\n", "", errors)
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_runs(cli, script, program):
     """On two ranks, or by itself where it starts them, and without a word of complaint."""
@@ -52,7 +57,7 @@ def test_a_program_runs(cli, script, program):
         done = cli.python(path, cwd=path.parent)
     else:
         done = cli("run", "-n", 2, path, cwd=path.parent)
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, without_advice(done.err)) == (0, "")
 
 
 FRAME = """\
@@ -78,7 +83,7 @@ FRAGMENTS = [block for block in blocks("python") if not re.search(NOT_HERE, bloc
 def test_a_fragment_runs(cli, script, block):
     path = script(FRAME + textwrap.indent(block, "    "))
     done = cli("run", "-n", 2, path, cwd=path.parent)
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, without_advice(done.err)) == (0, "")
 
 
 def flat(text):
