@@ -1,5 +1,8 @@
 """What the server's core promises its ranks, in the simplest form: it searches lists, and writes no texts.
 
+A world that was rebuilt keeps the order of its ranks. Until a generation has formed, its members go by their ranks at
+launch.
+
 `Model` has the face of the core (`gradsync.rendezvous.worlds.Worlds`), and sends the same messages.
 """
 
@@ -26,7 +29,7 @@ class Request(NamedTuple):
     connection: int
     number: int
     kind: Kind
-    rank: int
+    rank: int  # of a JOIN at launch
     deadline: float
     what: Any  # that it waits for: a key and who sets it, or an exchange's name and members
 
@@ -40,18 +43,26 @@ class Exchange:
 
 @dataclass
 class Member:
+    number: int  # at launch
     connection: int
     pid: int  # 0 on another machine
+    machine: str
+    came_at: float
     seen_at: float
+    min_ranks: int | None  # None: it does not rebuild
     begun: int = 0  # collectives, as far as the server knows
     is_present: bool = True
+    has_left: bool = False
+    is_lost: bool = False
 
 
 @dataclass(eq=False)
 class Generation:
+    world: World
     size: int
     number: int = 0
     failure: Failure | None = None
+    failed_at: float | None = None
     members: dict[int, Member] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
     left: list[int] = field(default_factory=list)
@@ -67,6 +78,15 @@ class Generation:
     def present(self) -> list[tuple[int, Member]]:
         return [(rank, member) for rank, member in self.members.items() if member.is_present]
 
+    def seat(self, number: int) -> Member | None:
+        """Returns the member that had a rank at launch."""
+        return next((member for member in self.members.values() if member.number == number), None)
+
+    @property
+    def askers(self) -> list[Member]:
+        """Those that have come to it to rebuild their world."""
+        return [member for member in self.members.values() if member.min_ranks is not None]
+
     def ranks(self, ranks: list[int] | None) -> tuple[int, ...]:
         """Returns the ranks that a message names; none if that is no list of ranks in order."""
         found = tuple(range(self.size) if ranks is None else ranks)
@@ -80,17 +100,51 @@ class Generation:
 @dataclass
 class World:
     size: int
+    min_ranks: int = 1
     formed: int = 0
     generations: list[Generation] = field(default_factory=list)  # the first one, and those that wait for its end
     ended: dict[int, None] = field(default_factory=dict)  # ranks whose processes have ended
+
+    @property
+    def running(self) -> Generation | None:
+        return next((each for each in self.generations if each.number), None)
+
+    @property
+    def forming(self) -> Generation | None:
+        return next((each for each in self.generations if not each.number), None)
+
+    def awaited(self) -> list[int]:
+        """Returns who was in the world, is left, and has not come to rebuild it, by the ranks at launch."""
+        left = [member for _, member in self.running.present() if not member.is_lost]
+        return sorted(member.number for member in left if self.forming.seat(member.number) is None)
+
+    def needed(self) -> int:
+        asked = [member.min_ranks for member in self.forming.askers if member.min_ranks]
+        members = self.running.members.values()
+        is_cut_perhaps = not asked and len({member.machine for member in members}) > 1
+        return max(self.min_ranks, *asked, 1, -(-len(members) // 2) if is_cut_perhaps else 0)
 
 
 class Model:
     """The worlds by name."""
 
-    def __init__(self, send: Any, close: Any, state_of: Any, *, machine: str, size: int, host: int) -> None:
-        self.worlds = {"": World(size)}
+    def __init__(
+        self,
+        send: Any,
+        close: Any,
+        state_of: Any,
+        *,
+        machine: str,
+        size: int,
+        host: int,
+        min_ranks: int,
+        on_lost: Any,
+        on_rebuilt: Any,
+    ) -> None:
+        self.worlds = {"": World(size, min_ranks)}
+        self.replaced: dict[int, Generation] = {}  # by connection: what it was in, before its world was rebuilt
         self._send, self._close, self._state_of, self._machine, self._host = send, close, state_of, machine, host
+        self._on_lost, self._on_rebuilt = on_lost, on_rebuilt
         self._now = self._looked_at = 0.0
 
     def find(self, connection: int) -> tuple[Generation, int] | None:
@@ -111,7 +165,13 @@ class Model:
         deadline = now + fields[-1] / 1000 if kind in (Kind.JOIN, Kind.GET, Kind.EXCHANGE) else 0.0
         request = Request(connection, message.request, kind, found[1] if found else -1, deadline, None)
         if kind is Kind.JOIN:
-            self._join(request, found, *fields)
+            self._join(request, found is not None or connection in self.replaced, *fields)
+        elif connection in self.replaced:
+            failure = self.replaced[connection].failure
+            if kind is Kind.LEAVE:
+                self._close(connection)
+            elif kind in (Kind.SET, Kind.GET, Kind.DELETE, Kind.EXCHANGE):
+                self._answer(request, *(Status.FAILED, *failure) if failure else (Status.REFUSED,))
         elif found is None:
             self._close(connection)
         else:
@@ -119,6 +179,8 @@ class Model:
             generation.members[rank].seen_at = now
             if kind is Kind.LEAVE and not fields[0]:
                 self._leave(generation, request, *fields)
+            elif kind is Kind.FAIL and self._drop(generation, rank):
+                self._close(connection)
             elif kind is Kind.FAIL:
                 self._fail(generation, DIED, fields[1] if fields[1] in generation.members else rank)
             elif kind in (Kind.BEAT, Kind.STATUS):
@@ -131,13 +193,17 @@ class Model:
         self._advance()
 
     def lost(self, now: float, connection: int, cause: str, *, is_silent: bool = False) -> None:
+        self._now = now
+        self.replaced.pop(connection, None)
         if (found := self.find(connection)) is not None:
             generation, rank = found
-            generation.members[rank].is_present = False
-            self._fail(generation, SILENT if is_silent else DIED, rank)
+            if not self._drop(generation, rank):
+                generation.members[rank].is_present = False
+                self._fail(generation, SILENT if is_silent else DIED, rank)
             self._advance()
 
     def process(self, now: float, world: str, rank: int, pid: int | None, how: str = "") -> None:
+        self._now = now
         if world in self.worlds and pid is None:
             self.worlds[world].ended[rank] = None
         elif world in self.worlds:
@@ -145,6 +211,7 @@ class Model:
         self._advance()
 
     def tick(self, now: float) -> None:
+        self._now = now
         waits = [(wait.deadline, wait.number, wait, each) for each in self._generations() for wait in each.waits]
         for deadline, _, wait, generation in sorted(waits, key=lambda found: found[:2]):
             if deadline <= now and wait in generation.waits:
@@ -156,18 +223,26 @@ class Model:
             members = [(member, rank, each) for each in self._generations() for rank, member in each.present()]
             for member, rank, generation in sorted(members, key=lambda found: found[0].connection):
                 if now - member.seen_at >= SILENT_SECONDS and self._state(member) in ("T", "Z"):
-                    self._fail(generation, SILENT, rank)
+                    self._miss(generation, rank, member)
         self._looked_at = now
         self._advance()
 
     # Messages.
 
-    def _join(self, request: Request, found: tuple[Generation, int] | None, *fields: Any) -> None:
-        name, rank, size, _, _, machine, _, pid, _ = fields
+    def _join(self, request: Request, has_joined: bool, *fields: Any) -> None:
+        name, number, size, last, min_ranks, machine, host, pid, _ = fields
         world = self.worlds.get(name) or World(size)
-        is_refused = found is not None or size != world.size or not 0 <= rank < size
-        is_refused |= any(rank == other for each in world.generations for other, _ in each.present())
-        generation = next((each for each in world.generations if rank not in each.members), Generation(size))
+        running, is_rebuild = world.running, last is not None
+        is_refused = has_joined or size != world.size or not 0 <= number < size or not 0 <= min_ranks <= size
+        for each in world.generations:
+            seat = each.seat(number)
+            may_come = each is running and seat is not None and (is_rebuild or seat.is_lost)
+            is_refused |= seat is not None and seat.is_present and not may_come
+        if is_rebuild:
+            seat = running.seat(number) if running else None
+            is_refused |= seat is None or running.number != last or not seat.is_present or seat.is_lost
+        open_ones = [each for each in world.generations if not each.number and each.seat(number) is None]
+        generation = open_ones[0] if open_ones else Generation(world, size)
         if is_refused or generation.failure is not None:
             self._answer(request, *(Status.REFUSED,) if is_refused else (Status.FAILED, *generation.failure))
             self._close(request.connection)
@@ -175,9 +250,11 @@ class Model:
         self.worlds[name] = world
         if generation not in world.generations:
             world.generations.append(generation)
-        generation.members[rank] = Member(request.connection, pid if machine == self._machine else 0, self._now)
-        generation.late.discard(rank)
-        generation.waits.append(request._replace(rank=rank))
+        pid, where = (pid, "") if machine == self._machine else (0, host)
+        asks = min_ranks if is_rebuild else None
+        generation.members[number] = Member(number, request.connection, pid, where, self._now, self._now, asks)
+        generation.late.discard(number)
+        generation.waits.append(request._replace(rank=number))
         self._send(request.connection, Kind.REPLY, request.number, Status.OK, False, [])
 
     def _set(self, generation: Generation, request: Request, key: str, value: bytes) -> None:
@@ -230,7 +307,7 @@ class Model:
         if not group:
             self._close(request.connection)
             generation.waits = [wait for wait in generation.waits if wait.rank != rank]
-            generation.members[rank].is_present = False
+            generation.members[rank].is_present, generation.members[rank].has_left = False, True
             if generation.number:
                 generation.left.append(rank)
                 self._fail_what_needs_who_left(generation)
@@ -277,21 +354,93 @@ class Model:
                 if name:
                     del self.worlds[name]
                 continue
-            first = world.generations[0]
-            gone = [rank for rank in world.ended if rank not in first.members]
-            if first.number or first.failure is not None:
+            running, forming = world.running, world.forming
+            if forming is None or forming.failure is not None:
                 continue
-            if len(first.members) == world.size:
-                first.number = world.formed = world.formed + 1
-                for wait in first.waits[:]:
-                    self._end(first, wait, Status.OK, first.number, None)  # None: all ranks
+            gone = [rank for rank in world.ended if rank not in forming.members]
+            if running is not None:
+                if forming.askers and not world.awaited() and len(forming.members) >= world.needed():
+                    self._rebuild(world, running, forming)
+            elif len(forming.members) == world.size:
+                self._form(forming, None, 0.0)
             elif gone:
-                self._fail(first, DIED, gone[0])
+                self._fail(forming, DIED, gone[0])
+
+    def _form(self, forming: Generation, numbers: list[int] | None, seconds: float) -> None:
+        """Forms a generation; `numbers` are the ranks at launch of a rebuilt one."""
+        world = forming.world
+        forming.number = world.formed = world.formed + 1
+        for wait in forming.waits[:]:
+            self._end(forming, wait, Status.OK, forming.number, numbers)
+        if world is self.worlds.get(""):
+            self._on_rebuilt(forming.number, tuple(range(world.size) if numbers is None else numbers), seconds)
+
+    def _rebuild(self, world: World, running: Generation, forming: Generation) -> None:
+        """Who has come replaces who was there, in the old order and without gaps."""
+        for wait in running.waits[:]:
+            self._end(running, wait, Status.REFUSED)
+        for _, member in running.present():
+            self.replaced[member.connection] = running
+            member.is_present = False
+        world.generations.remove(running)
+        began = min(member.came_at for member in forming.askers) if running.failed_at is None else running.failed_at
+        numbers = sorted(forming.members)
+        forming.members = {rank: forming.members[number] for rank, number in enumerate(numbers)}
+        forming.size = len(numbers)
+        forming.late.clear()
+        self._form(forming, numbers, self._now - began)
+
+    def _drop(self, generation: Generation, rank: int) -> bool:
+        """Who waits beside a world that runs and has ended, or is given up, is one fewer, and fails nobody.
+
+        It is a failure where all have left, and join again.
+        """
+        running = generation.world.running
+        if generation.number or running is None or generation.failure is not None:
+            return False
+        before = running.seat(rank)
+        if before is not None and before.has_left and not generation.askers:
+            return False
+        generation.waits = [wait for wait in generation.waits if wait.rank != rank]
+        del generation.members[rank]
+        return True
+
+    def _miss(self, generation: Generation, rank: int, member: Member) -> None:
+        """A member was found stopped, or its process has ended unseen."""
+        world = generation.world
+        is_awaited = generation is world.running and world.forming is not None and bool(world.forming.askers)
+        joins = [wait for wait in generation.waits if wait.kind is Kind.JOIN and wait.rank == rank]
+        if member.is_lost or (generation.failure is not None and not is_awaited):
+            return
+        if self._drop(generation, rank):
+            self._answer(joins[0], Status.REFUSED)
+            self._close(member.connection)
+            before = world.running.seat(rank)
+            self._give_up(world, before if before is not None and before.is_present else member)
+        elif generation.failure is not None:
+            self._give_up(world, member)
+        else:
+            self._fail(generation, SILENT, rank)
+            self._give_up_at_most_half(generation, [rank])
+
+    def _give_up_at_most_half(self, generation: Generation, ranks: list[int]) -> None:
+        if len(ranks) <= generation.size / 2:
+            for rank in ranks:
+                self._give_up(generation.world, generation.members[rank])
+
+    def _give_up(self, world: World, member: Member) -> None:
+        """Nobody waits for it any more; its launcher hears of that once."""
+        if member.is_present and not member.is_lost:
+            member.is_lost = True
+            if world is self.worlds.get(""):
+                self._on_lost(member.number)
 
     def _time_out(self, generation: Generation, wait: Request) -> None:
         if wait.kind is Kind.JOIN:
-            missing = _missing(range(generation.size), generation.members, generation.late)
-            is_host = wait.rank == self._host and generation in self.worlds[""].generations
+            world, missing = generation.world, _missing(range(generation.size), generation.members, generation.late)
+            if world.running is not None and generation.askers:
+                missing = [number for number in world.awaited() if number not in generation.late] or missing
+            is_host = wait.rank == self._host and world is self.worlds.get("") and world.running is None
             for each in generation.waits[:] if is_host else [wait]:
                 del generation.members[each.rank]
                 generation.late.add(each.rank)
@@ -311,6 +460,7 @@ class Model:
         for rank in sorted(generation.unanswered):
             if generation.members[rank].is_present and self._state(generation.members[rank]) == "T":
                 self._fail(generation, SILENT, rank)
+                self._give_up_at_most_half(generation, [rank])
                 return
         first, (number, members, missing) = next(iter(generation.stuck.items()))
         if number and not missing:
@@ -319,11 +469,13 @@ class Model:
         waits = {wait.rank for wait in generation.waits}
         blamed = min(missing, key=lambda rank: (rank in waits, rank), default=first)
         self._fail(generation, STUCK, blamed, missing)
+        self._give_up_at_most_half(generation, missing)
 
     def _fail(self, generation: Generation, kind: int, rank: int, missing: list[int] | None = None) -> None:
         """The first failure stays, and answers all requests of all members."""
         if generation.failure is None:
             generation.failure = Failure(kind, rank, "running" if generation.number else "joining", missing or [])
+            generation.failed_at = self._now
             generation.waits.clear()
             self._send_all(generation, generation.members, Kind.FAILED, *generation.failure)
 
@@ -336,7 +488,7 @@ class Model:
                     self._end(generation, wait, Status.FAILED, DIED, gone[0], "left", [])
         for wait in generation.waits[:]:
             setter = wait.what[1] if wait.kind is Kind.GET else None
-            if setter in left or (wait.kind is Kind.GET and len(left) >= generation.size - 1):
+            if setter in left or (wait.kind is Kind.GET and left and len(left) >= generation.size - 1):
                 self._end(generation, wait, Status.FAILED, DIED, setter if setter in left else left[-1], "left", [])
 
     def _arrived(self, generation: Generation, key: tuple[str, tuple[int, ...]]) -> list[Request]:

@@ -18,7 +18,7 @@ from gradsync.rendezvous.wire import Kind, Message, Status
 from gradsync.rendezvous.worlds import Worlds
 from rendezvous.reference_model import Model
 
-SIZES = {"": 3, "b": 3}  # by world
+SIZES = {"": 3, "b": 4}  # by world
 SEATS = st.sampled_from([(world, rank) for world, size in SIZES.items() for rank in range(size)])
 RANKS = st.integers(0, 2)
 NAMES = st.sampled_from(["a", "b"])
@@ -30,6 +30,7 @@ NUMBERS = st.integers(0, 2)
 DEADLINES = st.sampled_from([0, 2000, 20_000])  # milliseconds
 MISSING = st.sampled_from([None, None, [], [0], [2], [0, 1], [1, 2]])
 STEP_SECONDS, LONGEST_SECONDS = 0.5, 21
+MIN_RANKS = st.sampled_from([0, 0, 0, 1, 2, 3])
 QUIET_STEPS = 8  # between two that end something: else most requests would meet a generation that has failed
 ANSWERED = (Kind.JOIN, Kind.SET, Kind.GET, Kind.DELETE, Kind.EXCHANGE)
 
@@ -48,17 +49,27 @@ class CoreMachine(RuleBasedStateMachine):
         self.now = 100.0
         self.states: dict[int, str] = {}  # of processes
         self.seats: dict[Seat, int] = {}  # the connections of those that have joined
+        self.rebuilding: dict[Seat, int] = {}  # their second ones, by which they wait for a rebuild
+        self.replaced: set[int] = set()  # their first ones, once the world was rebuilt
+        self.processes: dict[int, int] = {}  # of connections: a process is called by its first one
         self.closing: list[int] = []  # what the core has closed
         self.unanswered: set[tuple[int, int]] = set()
         self.connections = self.requests = self.quiet_steps = 0
         self.is_settled = True  # nothing has gone wrong yet
         self.out: tuple[Sent, Sent] = defaultdict(list), defaultdict(list)
-        common: Any = {"machine": "m", "size": SIZES[""], "host": 0}
-        self.core = self.core_class(self.hear, self.closing.append, str, self.state_of, **common)
-        self.model = Model(self.note, lambda _: None, self.state_of, **common)
 
-    @initialize(are_formed=st.booleans())
-    def begin(self, are_formed: bool) -> None:
+    @initialize(are_formed=st.booleans(), min_ranks=st.sampled_from([1, 1, 2, 3]))
+    def begin(self, are_formed: bool, min_ranks: int) -> None:
+        common: Any = {"machine": "m", "size": SIZES[""], "host": 0, "min_ranks": min_ranks}
+        tell: list[Any] = [
+            {
+                "on_lost": lambda number, *_, side=side: self.out[side][0].append(f"{number} is lost"),
+                "on_rebuilt": lambda *what, side=side: self.out[side][0].append(f"rebuilt: {what}"),
+            }
+            for side in (0, 1)
+        ]
+        self.core = self.core_class(self.hear, self.closing.append, str, self.state_of, **common, **tell[0])
+        self.model = Model(self.note, lambda _: None, self.state_of, **common, **tell[1])
         for world in SIZES if are_formed else ():
             self.join_all(world)
 
@@ -96,6 +107,71 @@ class CoreMachine(RuleBasedStateMachine):
             if (world, rank) not in self.seats:
                 self.join((world, rank), 20_000, "m", "")
 
+    # Rebuilding.
+
+    @rule(
+        seat=SEATS,
+        min_ranks=MIN_RANKS,
+        milliseconds=DEADLINES,
+        machine=st.sampled_from("mmo"),
+        wrong=st.sampled_from(["", "", "", "", "last", "size", "rank", "min_ranks"]),
+    )
+    def rebuild(self, seat: Seat, min_ranks: int, milliseconds: int, machine: str, wrong: str) -> None:
+        """By a second connection of a process that has joined; or of one that was never there."""
+        self.connections += 1
+        size, first = SIZES[seat[0]], self.seats.get(seat, self.connections)
+        self.processes[self.connections] = self.processes.get(first, first)
+        found = self.model.find(first)
+        last = (found[0].number if found else 1) + (wrong == "last")
+        min_ranks = size + 1 if wrong == "min_ranks" else min_ranks
+        if seat in self.seats and not wrong:
+            self.rebuilding.setdefault(seat, self.connections)
+        seat = (seat[0], size) if wrong == "rank" else seat
+        size += wrong == "size"
+        self.join_by(self.connections, seat, milliseconds, machine, size, last, min_ranks)
+
+    @rule(world=st.sampled_from(list(SIZES)), but=st.none() | RANKS, min_ranks=MIN_RANKS, newcomer=st.none() | RANKS)
+    def rebuild_all(self, world: str, but: int | None, min_ranks: int, newcomer: int | None) -> None:
+        """All who are left, perhaps but one; one that is not may have been started again."""
+        if newcomer is not None and (world, newcomer) not in self.seats:
+            self.join((world, newcomer), 20_000, "m", "")
+        for seat in [seat for seat in self.seats if seat[0] == world and seat[1] != but]:
+            if seat not in self.rebuilding:
+                self.rebuild(seat, min_ranks, 20_000, "m", "")
+
+    @quietly
+    @rule(seat=SEATS, how=st.sampled_from(["leaves", "fails", "ends"]))
+    def stop_rebuilding(self, seat: Seat, how: str) -> None:
+        """As after Ctrl-C: its first connection stays."""
+        connection = self.rebuilding.get(seat)
+        if connection is not None and how == "ends":
+            self.lose(connection, False)
+        elif connection is not None:
+            fields = ("", None, 0) if how == "leaves" else ("KeyboardInterrupt", None)
+            self.send(connection, Kind.LEAVE if how == "leaves" else Kind.FAIL, *fields)
+
+    @quietly
+    @rule(seat=SEATS, rebuilds_by=st.sampled_from(["neither", "the first", "the second"]))
+    def die_with_both(self, seat: Seat, rebuilds_by: str) -> None:
+        """A process ends; the server may hear of either connection first, and of what the others do between."""
+        both = [self.seats.get(seat), self.rebuilding.get(seat)]
+        for connection in both if rebuilds_by != "the second" else both[::-1]:
+            if connection is not None:
+                self.lose(connection, False)
+                if rebuilds_by == "neither":
+                    self.pass_time(0.5, None, 0)
+        self.quiet_steps = 0
+
+    @rule(kind=st.sampled_from([Kind.GET, Kind.LEAVE, Kind.BEAT, None]))
+    def end_what_was_replaced(self, kind: Kind | None) -> None:
+        """It may say something before."""
+        fields = {Kind.GET: ("a", None, 0), Kind.LEAVE: ("", None, 0), Kind.BEAT: ({"g": 1},)}
+        for connection in sorted(self.replaced):
+            if kind is None:
+                self.lose(connection, False)
+            else:
+                self.send(connection, kind, *fields[kind])
+
     @quietly
     @rule(seat=SEATS, rank=RANKS, waits=st.booleans(), also_others=st.booleans())
     def leave(self, seat: Seat, rank: int, waits: bool, also_others: bool) -> None:
@@ -127,7 +203,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(connection=st.integers(0, 20))
     def speak_without_having_joined(self, connection: int) -> None:
-        if connection not in self.seats.values():
+        if connection not in (*self.seats.values(), *self.rebuilding.values(), *self.replaced):
             self.both("received", connection, Message(Kind.SET, 1, ["a", b"1"]))
 
     @quietly
@@ -155,7 +231,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(seat=SEATS, state=st.sampled_from("STZ"), seconds=st.sampled_from([1, 10]))
     def fall_silent(self, seat: Seat, state: str, seconds: int) -> None:
         if seat in self.seats:
-            self.states[self.seats[seat]] = state
+            self.states[self.processes[self.seats[seat]]] = state
             self.pass_time(seconds, seat, 0)
             self.quiet_steps = 0
 
@@ -163,9 +239,9 @@ class CoreMachine(RuleBasedStateMachine):
     def pass_time(self, seconds: float, silent: Seat | None, begun: int) -> None:
         for _ in range(int(seconds / STEP_SECONDS)):
             self.now += STEP_SECONDS
-            for seat in list(self.seats):
-                if seat != silent:
-                    self.ask(seat, Kind.BEAT, {"g": begun})
+            for seat, connection in [*self.seats.items(), *self.rebuilding.items()]:
+                if seat != silent and connection in (self.seats.get(seat), self.rebuilding.get(seat)):
+                    self.send(connection, Kind.BEAT, {"g": begun})
             self.settle()
 
     # Requests.
@@ -218,7 +294,7 @@ class CoreMachine(RuleBasedStateMachine):
         """All, or all but one, say what they have begun."""
         for seat in list(self.seats):
             if seat != but:
-                self.ask(seat, Kind.STATUS, {"g": [begun[seat[1]], []]}, "its report")
+                self.ask(seat, Kind.STATUS, {"g": [begun[seat[1] % len(begun)], []]}, "its report")
 
     @quietly
     @rule(
@@ -242,27 +318,38 @@ class CoreMachine(RuleBasedStateMachine):
         self.wait_in_a_collective(other, 1, [1], True)  # of which nobody hears
         self.answer(None if waits else other, begun)
         if other in self.seats and not waits:
-            self.states[self.seats[other]] = state
+            self.states[self.processes[self.seats[other]]] = state
             self.pass_time(6, None, 1)
         self.quiet_steps = 0
 
     # The world around the core.
 
-    def join_by(self, connection: int, seat: Seat, milliseconds: int, machine: str, size: int) -> None:
-        self.seats = {each: its for each, its in self.seats.items() if its != connection}
-        if seat not in self.seats:
-            self.seats[seat] = connection
-        self.send(connection, Kind.JOIN, *seat, size, None, 0, machine, "host", connection, milliseconds)
+    def join_by(
+        self,
+        connection: int,
+        seat: Seat,
+        milliseconds: int,
+        machine: str,
+        size: int,
+        last: int | None = None,
+        min_ranks: int = 0,
+    ) -> None:
+        if last is None:
+            self.seats = {each: its for each, its in self.seats.items() if its != connection}
+            self.seats.setdefault(seat, connection)
+        process = self.processes.setdefault(connection, connection)
+        self.send(connection, Kind.JOIN, *seat, size, last, min_ranks, machine, "host", process, milliseconds)
 
     def ask(self, seat: Seat, kind: Kind, *fields: Any) -> None:
         if seat in self.seats:
             self.send(self.seats[seat], kind, *fields)
 
     def send(self, connection: int, kind: Kind, *fields: Any) -> None:
-        self.requests += 1
+        number = 0
         if kind in ANSWERED:
-            self.unanswered.add((connection, self.requests))
-        self.both("received", connection, Message(kind, self.requests, list(fields)))
+            number = self.requests = self.requests + 1
+            self.unanswered.add((connection, number))
+        self.both("received", connection, Message(kind, number, list(fields)))
 
     def both(self, event: str, *args: Any, **options: Any) -> None:
         self.is_settled = False
@@ -284,13 +371,21 @@ class CoreMachine(RuleBasedStateMachine):
         self.out = defaultdict(list), defaultdict(list)
         assert said == promised
         self.quiet_steps += 1
+        for seat, connection in list(self.rebuilding.items()):
+            found = self.model.find(connection)
+            if found is not None and found[0].number:  # the new one takes the place of the old one
+                self.replaced |= {self.seats[seat]} if seat in self.seats else set()
+                self.seats[seat] = self.rebuilding.pop(seat)
         while self.closing:
             self.lose(self.closing.pop(), False)
-        if not any(self.model.find(connection) for connection in self.seats.values()):
+        members = [*self.seats.values(), *self.rebuilding.values()]
+        if not self.replaced and not any(self.model.find(connection) for connection in members):
             assert self.core.next_deadline() is None, "the core is woken, and nobody is there"
 
     def lose(self, connection: int, is_silent: bool) -> None:
         self.seats = {seat: its for seat, its in self.seats.items() if its != connection}
+        self.rebuilding = {seat: its for seat, its in self.rebuilding.items() if its != connection}
+        self.replaced.discard(connection)
         self.unanswered = {request for request in self.unanswered if request[0] != connection}
         self.both("lost", connection, "reset", is_silent=is_silent)
 

@@ -277,7 +277,8 @@ class Connection:
                         self._receive()
                 if time.monotonic() >= beat_at:
                     beat_at = time.monotonic() + _BEAT_SECONDS
-                    if self._has_joined and self.failure is None:
+                    # After a failure, too: who does not come to a rebuild may have been stopped.
+                    if self._has_joined and not isinstance(self.failure, CommunicatorClosed):
                         self.post(Kind.BEAT, dict(self._positions()))
         except (ConnectionLost, FrameError, OSError, ValueError) as error:
             if isinstance(error, ConnectionLost):  # perhaps in a send: the server's last words may have arrived

@@ -184,6 +184,8 @@ class RendezvousServer:
         size = integer_of(world_size)
         if size is None or not 1 <= size <= MAX_RANKS:
             raise InvalidArgument(f"the rendezvous needs a world_size from 1 to {MAX_RANKS}, got {world_size}")
+        if not 1 <= min_ranks <= size:
+            raise InvalidArgument(f"the rendezvous needs min_ranks from 1 to world_size {size}, got {min_ranks}")
         self._secret = check_secret(secret)
         check_removed_variables()
         self._listener = listener or bind_listener(host, port)

@@ -16,7 +16,7 @@ Requests that wait have a deadline, which travels with them: the core answers at
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,7 @@ MAX_STORED_BYTES = 64 * 1024**2
 MAX_WAITS_PER_CONNECTION = 64
 NOTICE_SECONDS = 5.0
 SILENT_SECONDS = 9.0  # a member that has sent nothing for so long, and that /proc calls stopped or zombie, is lost
+REPLACED = "gs.rebuild() has made a new world"
 _LOOK_SECONDS = 0.5  # how often silent members are looked for
 _LATEST_SECONDS = 10**9
 _CROWD = 1024  # so many requests may lie in the heap of deadlines before those that are answered are removed
@@ -62,6 +63,7 @@ class Member:
         pid: its process id; 0 if unknown.
         host: the name of its machine; "" on the server's machine.
         seen_at: when it last sent something, in monotonic seconds.
+        came_at: when it joined, likewise.
         min_ranks: how many ranks it asks for at least, if it has come by gs.rebuild(); else None.
         is_present: whether it is connected, and has not left.
         has_left: whether it has left, in order.
@@ -74,6 +76,7 @@ class Member:
     pid: int
     host: str
     seen_at: float
+    came_at: float
     min_ranks: int | None = None
     is_present: bool = True
     has_left: bool = False
@@ -187,6 +190,7 @@ class Generation:
         self.failed_at: float | None = None
         self.is_rebuilt = False
         self.members: dict[int, Member] = {}
+        self._by_number = self.members  # by their ranks at launch
         self.joins: dict[int, Request] = {}
         self.late: set[int] = set()  # ranks that had asked to join, and have reached their deadline
         self.never: tuple[int, ...] | None = None  # ranks that never asked, kept from one deadline to the next
@@ -218,15 +222,19 @@ class Generation:
 
     def member(self, number: int) -> Member | None:
         """Returns the member that had a rank at launch."""
-        if not self.is_rebuilt:
-            return self.members.get(number)
-        return next((each for each in self.members.values() if each.number == number), None)
+        return self._by_number.get(number)
 
     def renumber(self) -> None:
         """Gives the members of a rebuilt generation their ranks: in the order of their numbers at launch."""
         ordered = sorted(self.members.values(), key=lambda each: each.number)
+        self._by_number = {each.number: each for each in ordered}
         self.members, self.size, self.is_rebuilt = dict(enumerate(ordered)), len(ordered), True
         self.late.clear()
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether a rank has come to it by gs.rebuild()."""
+        return any(member.min_ranks is not None for member in self.members.values())
 
     def missing(self) -> tuple[int, ...]:
         """Returns the ranks that have not asked to join; if there are none, those that have reached their deadline."""
@@ -275,12 +283,14 @@ class Generation:
         if rank not in self.members:
             last = self.world.running
             member = None if last is None else last.member(rank)
+            if rank in self.late:
+                return "stopped waiting to join"
             if member is not None and member.is_present:
-                return "runs, and has not called gs.rebuild()"
+                return "taken for dead" if member.is_lost else "runs, and has not called gs.rebuild()"
             pid = self.world.pids.get(rank)
             if pid is not None and self._worlds.state_of(pid) == "T":
                 return f"not joined; its process {pid} is stopped: SIGSTOP?"
-            return "stopped waiting to join" if rank in self.late else "not joined"
+            return "not joined"
         return "left" if rank in self.left else self.phase
 
     def while_joining(self) -> str:
@@ -295,16 +305,26 @@ class Generation:
             return
         self.failure, self.failed_at = failure, self._worlds.now
         self.tell_departures()
-        waiting = [*self.joins.values()]
-        waiting += [request for exchange in self.exchanges.values() for request in exchange.waiting.values()]
-        waiting += [request for reads in self.reads.values() for request in reads]
-        for request in waiting:
+        for request in [*self.joins.values(), *self._take_waiting()]:
             request.close()  # FAILED answers them all
         fields = failure.fields()
         for _, member in self.present():
             self._worlds.send(member.connection, Kind.FAILED, 0, *fields)
+
+    def replace(self) -> None:
+        """Ends it without a failure: a rebuilt generation takes its place, and its connections end soon."""
+        for request in self._take_waiting():
+            request.refuse(REPLACED)
+        for member in self.members.values():
+            member.is_present = False
+
+    def _take_waiting(self) -> list[Request]:
+        """Returns the requests of its members that wait, and forgets them."""
+        waiting = [request for exchange in self.exchanges.values() for request in exchange.waiting.values()]
+        waiting += [request for reads in self.reads.values() for request in reads]
         self.reads.clear()
         self.exchanges.clear()
+        return waiting
 
     def leave(self, rank: int) -> None:
         """Records that a member has left the world: requests that need it fail, and its own are over."""
@@ -545,7 +565,8 @@ class Worlds:
         state_of: returns the state of a process of this machine, as the letter of /proc/<pid>/stat; "" if unknown.
         machine: the server's `machine_identity`; "" if unknown.
         size: the size of the world "", if it is known beforehand; else, and in other worlds, the first rank says it.
-        host: the rank of the world "" that hosts the server; when its join reaches its deadline, all joins end.
+        host: the rank of the world "" that hosts the server; when its join reaches its deadline, all joins end, but for
+            a rebuild: the server goes on.
         min_ranks: how many ranks a rebuilt generation of the world "" needs at least.
         on_lost: on_lost(number, why) is called with a member of the world "" that nobody waits for any more.
         on_rebuilt: on_rebuilt(generation, numbers, seconds) is called when the world "" has formed: from these members,
@@ -606,7 +627,15 @@ class Worlds:
                 return
             _, generation, rank = place
             generation.members[rank].seen_at = now
-            handler(self, now, generation, Request(self.send, connection, message.request, rank), *message.fields)
+            request = Request(self.send, connection, message.request, rank)
+            if generation.members[rank].is_present:
+                handler(self, now, generation, request, *message.fields)
+            elif message.kind is Kind.LEAVE:  # its generation was replaced
+                self._close(connection)
+            elif generation.failure is not None:
+                request.fail(generation.failure)
+            else:
+                request.refuse(REPLACED)
         self._advance(now)
 
     def lost(self, now: float, connection: int, cause: str, *, is_silent: bool = False) -> None:
@@ -618,6 +647,8 @@ class Worlds:
             self._advance(now)
         elif place is not None:
             _, generation, rank = place
+            if not generation.members[rank].is_present:  # it was replaced
+                return
             generation.members[rank].is_present = False
             who, when = generation.name(rank), generation.while_joining()
             text = f"{who} died{when}: its control connection ended unexpectedly ({cause})"
@@ -707,7 +738,7 @@ class Worlds:
         world = self._worlds.get(name)
         if world is None:
             world = World(size)
-        refusal = _join_refusal(world.size, rank, size)
+        refusal = _join_refusal(world.size, rank, size, min_ranks)
         if request.connection in self._of:
             refusal = "this connection has joined already"
         running, generation = world.running, None
@@ -718,9 +749,11 @@ class Worlds:
             if member is None and not each.number:
                 generation = each
                 break
-            if member is not None and member.is_present and not (each is running and last is not None):
+            if member is None or not member.is_present or (each is running and (member.is_lost or last is not None)):
+                continue
+            if not refusal:
                 alive = f"rank {rank}/{size} has joined already and is alive ({each.phase})"
-                refusal = refusal or f"{alive}; each rank joins once"
+                refusal = f"{alive}; each rank joins once"
         if refusal:
             request.refuse(refusal)
             self._close(request.connection)
@@ -737,7 +770,7 @@ class Worlds:
             world.generations.append(generation)
         where = "" if machine and machine == self._machine else host or "another machine"
         asks_for = None if last is None else min_ranks
-        generation.members[rank] = Member(rank, request.connection, pid, where, now, asks_for)
+        generation.members[rank] = Member(rank, request.connection, pid, where, now, now, asks_for)
         generation.late.discard(rank)
         generation.never = None
         generation.joins[rank] = request
@@ -751,7 +784,8 @@ class Worlds:
         missing, states = self._awaited(generation)
         late = [request]
         # The server is about to end: the others get the names of the missing ranks first.
-        if request.rank == self._host and generation in self._worlds[""].generations:
+        world = generation.world
+        if request.rank == self._host and world is self._worlds.get("") and world.running is None:
             late += [join for rank, join in generation.joins.items() if rank != request.rank]
         for join in late:
             del generation.joins[join.rank], generation.members[join.rank]
@@ -763,10 +797,10 @@ class Worlds:
     def _awaited(self, generation: Generation) -> tuple[tuple[int, ...], str]:
         """Returns the ranks, as at launch, for which those wait that have joined a generation, and their states."""
         running = generation.world.running
-        if running is None or all(member.min_ranks is None for member in generation.members.values()):
+        if running is None or not generation.is_asked_for:
             missing = generation.missing()
             return missing, generation.states(missing)
-        if missing := tuple([number for number in _left_of(running, generation) if number not in generation.late]):
+        if missing := tuple(sorted({*_left_of(running, generation)} - generation.late)):
             return missing, generation.states(missing)
         needed, has = _needed(generation.world, running, generation), len(generation.members) + len(generation.late)
         absent = generation.missing()
@@ -912,31 +946,34 @@ class Worlds:
 
     def _rebuild(self, now: float, world: World, running: Generation, forming: Generation) -> None:
         """Forms a rebuilt generation, once those have come that it needs; ends the one before."""
-        asked_at = [each.seen_at for each in forming.members.values() if each.min_ranks is not None]
-        if not asked_at:  # those that wait are taken in when the others rebuild
+        if not forming.is_asked_for:  # those that wait are taken in when the others rebuild
             world.notice_at = None
             return
-        if _left_of(running, forming) or len(forming.members) < _needed(world, running, forming):
+        is_awaited = next(_left_of(running, forming), None) is not None
+        if is_awaited or len(forming.members) < _needed(world, running, forming):
             world.notice_at = world.notice_at or now + NOTICE_SECONDS
             return
-        for member in running.members.values():
-            member.is_present = False  # its connection ends soon, which is no failure
+        running.replace()
         world.generations.remove(running)
         forming.renumber()
         numbers = [member.number for member in forming.members.values()]
         for rank, member in forming.members.items():
             self._of[member.connection] = world, forming, rank
-        since = min(asked_at) if running.failed_at is None else running.failed_at
+        since = running.failed_at
+        if since is None:
+            since = min(each.came_at for each in forming.members.values() if each.min_ranks is not None)
         self._form(world, forming, numbers, now - since)
 
-    def _drop(self, world: World, generation: Generation, rank: int) -> bool:
+    def _drop(self, world: World, generation: Generation, rank: int, refusal: str = "") -> bool:
         """Forgets a rank that waited for a rebuild, or was new, and has ended; returns whether it was one."""
         running = world.running
         if generation.number or running is None or generation.failure is not None:
             return False
         before = running.member(rank)
-        if before is not None and before.has_left:  # all leave and join again
+        if before is not None and before.has_left and not generation.is_asked_for:  # all leave and join again
             return False
+        if refusal:
+            generation.joins[rank].refuse(refusal)
         generation.forget_join(rank)
         return True
 
@@ -947,11 +984,16 @@ class Worlds:
         generation.fail(failure)
         lost = failure.missing if failure.kind == STUCK else (failure.rank,)
         if 2 * len(lost) <= generation.size:
-            for member in [generation.members[rank] for rank in lost]:
-                member.is_lost = True
-                self._close(member.connection)  # also a sign for a launcher on another machine
-                if world is self._worlds.get(""):
-                    self._on_lost(member.number, failure.text)
+            for rank in lost:
+                self._give_up(world, generation.members[rank], failure.text)
+
+    def _give_up(self, world: World, member: Member, why: str) -> None:
+        """Lets nobody wait any more for a member, unless it has left."""
+        if member.is_present and not member.is_lost:
+            member.is_lost = True
+            self._close(member.connection)  # also a sign for a launcher on another machine
+            if world is self._worlds.get(""):
+                self._on_lost(member.number, why)
 
     def _tell_missing(self, now: float, world: World) -> None:
         """Logs the ranks that have not joined, every few seconds."""
@@ -963,24 +1005,44 @@ class Worlds:
             self._notice(f"{len(forming.members)} of {world.size} ranks have joined; waiting for {where}")
 
     def _look_for_silent(self, now: float) -> None:
-        """Fails the generation of a member that has been silent for long, and that /proc calls stopped or a zombie."""
-        for world, generation, rank in list(self._of.values()):
-            member = generation.members[rank]
+        """Gives up the members that have been silent for long, and that /proc calls stopped or a zombie.
+
+        Their generation fails; one that waits for a rebuild, or that is waited for after a failure, is only left out.
+        """
+        for connection, (world, generation, rank) in list(self._of.items()):
+            member, forming = generation.members[rank], world.forming
             silent_seconds = now - member.seen_at
-            if silent_seconds >= SILENT_SECONDS and not member.host and member.pid and generation.failure is None:
-                state = self.state_of(member.pid)
-                if state in ("T", "Z"):
-                    why = f"{generation.while_joining()}: {{}}; no sign of life for {silent_seconds:.1f} s"
-                    text = _lost_text(generation.name(rank), state, why)
-                    if len(generation.present()) == 1:
-                        self._notice(text)  # no other rank can report it
-                    self._fail(world, generation, Failure(rank, generation.phase, text, SILENT))
+            if silent_seconds < SILENT_SECONDS or member.host or not member.pid:
+                continue
+            if member.is_lost or not member.is_present:
+                continue
+            is_awaited = generation is world.running and forming is not None and forming.is_asked_for
+            if generation.failure is not None and not is_awaited:
+                continue
+            state = self.state_of(member.pid)
+            if state not in ("T", "Z"):
+                continue
+            why = f"{generation.while_joining()}: {{}}; no sign of life for {silent_seconds:.1f} s"
+            text = _lost_text(generation.name(rank), state, why)
+            if self._drop(world, generation, rank, text):
+                assert world.running is not None
+                del self._of[connection]
+                self._close(connection)
+                before = world.running.member(rank)
+                self._give_up(world, before if before is not None and before.is_present else member, text)
+            elif generation.failure is not None:
+                self._give_up(world, member, text)
+            else:
+                if len(generation.present()) == 1:
+                    self._notice(text)  # no other rank can report it
+                self._fail(world, generation, Failure(rank, generation.phase, text, SILENT))
 
 
-def _left_of(running: Generation, forming: Generation) -> tuple[int, ...]:
-    """Returns the numbers of those that are left of a generation, and have not asked for the next one."""
-    left = [member.number for _, member in running.present() if not member.is_lost]
-    return tuple([number for number in left if number not in forming.members])
+def _left_of(running: Generation, forming: Generation) -> Iterator[int]:
+    """Yields the numbers of those that are left of a generation, and have not asked for the next one."""
+    for member in running.members.values():
+        if member.is_present and not member.is_lost and member.number not in forming.members:
+            yield member.number
 
 
 def _needed(world: World, running: Generation, forming: Generation) -> int:
@@ -999,8 +1061,8 @@ def _rebuild_refusal(running: Generation | None, rank: int, size: int, last: int
     member = None if running is None else running.member(rank)
     if member is None or running is None or running.number != last or member.is_lost or not member.is_present:
         return (
-            f"rank {rank}/{size} was taken for dead, because it was stopped or did not come to a collective, and the "
-            "others go on without it: end this process"
+            f"rank {rank}/{size} was taken for dead, because it was stopped, did not come to a collective or has lost "
+            "its connection, and the others go on without it: end this process"
         )
     return ""
 
@@ -1013,12 +1075,14 @@ def _lost_text(who: str, state: str, more: str) -> str:
     return f"{who} {what}{more.format(why)}"
 
 
-def _join_refusal(expected_size: int, rank: int, size: int) -> str:
+def _join_refusal(expected_size: int, rank: int, size: int, min_ranks: int) -> str:
     """Returns the reason to refuse a join, with the expected and the given value; "" if it is accepted."""
     if size != expected_size:
         return f"the server expects world_size {expected_size}, rank {rank} joined with world_size {size}"
     if not 1 <= size <= MAX_RANKS or not 0 <= rank < expected_size:
         return f"the server expects ranks 0 to {expected_size - 1}, got rank {rank}"
+    if not 0 <= min_ranks <= size:
+        return f"min_ranks needs to be 1 to {size}, got {min_ranks}"
     return ""
 
 
