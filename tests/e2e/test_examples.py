@@ -132,16 +132,14 @@ def test_ranks_train_on_digits_as_one_process_does(comm, digits):
     deviations = []
 
     def compare(network, batch, reduced):
-        for name, whole in network.backward(network.forward(batch.images), batch.labels):
+        for name, whole in network.backward(network.forward(batch[0]), batch[1]):
             deviations.append(np.abs(reduced[name] - whole).max() / np.abs(whole).max())
 
     with threadpoolctl.threadpool_limits(1):  # one BLAS thread has one order of summation
-        single = train(comm, Settings(quiet=True, epochs=1), compare)
+        train(comm, Settings(quiet=True, epochs=1), compare)
         double = train(comm, Settings(quiet=True, epochs=1, dtype="float64"), None)
         with comm.split(comm.rank) as alone:
             whole = train(alone, Settings(quiet=True, epochs=1, dtype="float64"), None)
-    assert single.identical
-    assert double.identical
     assert len(deviations) == 30 * 8  # steps, parameters
     assert max(deviations) < 1e-5
     for name, expected in whole.parameters.items():
@@ -160,7 +158,7 @@ def test_the_demo(cli, digits, ranks, epochs):
     assert done.code == 0, done.err
     assert row(done.out, "ranks") == str(ranks)
     assert row(done.out, "backend") == ("shm, on cpu" if ranks == 2 else "local, on cpu")
-    assert row(done.out, "parameters on all ranks") == "identical"
+    assert row(done.out, "parameters").endswith("identical on all ranks")
     if epochs == 15:
         assert float(row(done.out, "test accuracy").rstrip("%")) >= 97
 

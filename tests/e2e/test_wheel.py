@@ -204,11 +204,19 @@ def test_the_demo_without_its_data_says_how_to_get_them(run):
     assert (code, "pip install scikit-learn" in shown) == (1, True)
 
 
-def test_a_users_typed_program(cli, empty):
+def test_a_users_typed_program(cli, empty, tmp_path):
     """mypy --strict takes it, and its mistakes are found: mypy complains of a comment that nothing needs."""
     if find_spec("mypy") is None:
         pytest.skip("pip install mypy")
     program = Path(__file__).parent / "typed_program.py"
-    words = ["--strict", "--python-executable", empty / "python", "--config-file=", program.name]
+    words = [
+        "--strict",
+        "--python-executable",
+        empty / "python",
+        "--config-file=",
+        "--cache-dir",
+        tmp_path,
+        program.name,
+    ]
     done = cli.python("-m", "mypy", *words, cwd=program.parent)
     assert done.out == "Success: no issues found in 1 source file\n", done.out + done.err
