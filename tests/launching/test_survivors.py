@@ -181,6 +181,32 @@ def test_a_rank_that_nobody_waits_for_any_more_ends_quietly(run):
     assert last(err).startswith("gradsync: 2 of 3 ranks ended well, after 1 failure and 1 rebuild")
 
 
+def test_a_new_rank_waits_longer_than_for_those_that_start_with_it(cli, script):
+    path = script(
+        """
+        import os, signal, time
+        import numpy as np
+        import gradsync as gs
+        comm = gs.init_process_group("shm", timeout_seconds=1.0)
+        is_new = comm.member == 0 and os.path.exists(__file__ + ".died")
+        if comm.member == 0 and not is_new:
+            open(__file__ + ".died", "w")
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            if not is_new:
+                comm.all_reduce(np.ones(1))
+        except gs.RankFailed:
+            comm = gs.rebuild()  # of two
+            time.sleep(2.5)
+            comm = gs.rebuild(min_ranks=3)
+        comm.barrier()
+        os.write(1, f"{comm.world_size} ranks\\n".encode())
+        """
+    )
+    code, out, err = cli("run", "--no-prefix", "-n", 3, "--min-ranks", 2, "--respawn", 1, path)
+    assert (code, out) == (0, "3 ranks\n" * 3), err
+
+
 def test_a_run_that_has_too_few_ranks_starts_again(run):
     code, out, err = run("--min-ranks 3 --max-restarts 1", "kill:1")
     assert (code, out) == (0, ends([0, 1, 2])), err

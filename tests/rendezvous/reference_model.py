@@ -440,6 +440,10 @@ class Model:
             world, missing = generation.world, _missing(range(generation.size), generation.members, generation.late)
             if world.running is not None and generation.askers:
                 missing = [number for number in world.awaited() if number not in generation.late] or missing
+            if world.running is not None and generation.members[wait.rank].min_ranks is None:
+                before = world.running.seat(wait.rank)
+                if before is None or not before.has_left:
+                    missing = [wait.rank]  # it is new: the others take it in when they rebuild
             is_host = wait.rank == self._host and world is self.worlds.get("") and world.running is None
             for each in generation.waits[:] if is_host else [wait]:
                 del generation.members[each.rank]

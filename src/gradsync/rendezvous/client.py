@@ -17,7 +17,14 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS, check_seconds
-from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, RendezvousError, name_ranks
+from gradsync.errors import (
+    CollectiveTimeout,
+    GradsyncError,
+    InvalidArgument,
+    RendezvousError,
+    RendezvousTimeout,
+    name_ranks,
+)
 from gradsync.machine import machine_identity
 from gradsync.rendezvous.connection import (
     AT_ONCE_SECONDS,
@@ -110,7 +117,7 @@ class RendezvousClient:
 
         Every rank must call `connect` once per generation. With `last` it rebuilds the world: it waits until all who
         are left of the last generation have come, and the ranks get new numbers. A rank that joins a world whose others
-        run already waits until they rebuild it.
+        run already waits until they rebuild it, also beyond its timeout.
 
         Args:
             address: the server's address, "host:port" or "[IPv6]:port".
@@ -155,6 +162,10 @@ class RendezvousClient:
                 number, numbers = connection.ask(operation, seconds, Kind.JOIN, *fields, shown_seconds=shown_seconds)
             except BaseException as error:
                 connection.abandon()
+                if isinstance(error, RendezvousTimeout) and error.missing_ranks == (rank,):
+                    # The others run. They take this rank in when they rebuild, and so it waits as long as they run.
+                    deadline, attempts_left = time.monotonic() + timeout_seconds, _JOIN_ATTEMPTS
+                    continue
                 # A server that is flooded with connections may drop a connection that has not authenticated yet.
                 is_dropped = isinstance(error, RendezvousError) and isinstance(error.__cause__, ConnectionLost)
                 if not is_dropped or connection.is_accepted or not attempts_left:

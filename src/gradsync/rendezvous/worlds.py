@@ -782,6 +782,9 @@ class Worlds:
     def _end_join(self, generation: Generation, request: Request) -> None:
         """A rank has waited for the others until its deadline."""
         missing, states = self._awaited(generation)
+        if _is_new(generation, request.rank):
+            # Nobody is missing but this rank itself, so that its client asks again.
+            missing, states = (request.rank,), "the others run, and take it in when they call gs.rebuild()"
         late = [request]
         # The server is about to end: the others get the names of the missing ranks first.
         world = generation.world
@@ -1043,6 +1046,15 @@ def _left_of(running: Generation, forming: Generation) -> Iterator[int]:
     for member in running.members.values():
         if member.is_present and not member.is_lost and member.number not in forming.members:
             yield member.number
+
+
+def _is_new(forming: Generation, rank: int) -> bool:
+    """Returns whether a rank waits to join others that run, in the place of one that has died."""
+    running = forming.world.running
+    if running is None or forming.members[rank].min_ranks is not None:
+        return False
+    before = running.member(rank)
+    return before is None or not before.has_left  # else all leave and join again
 
 
 def _needed(world: World, running: Generation, forming: Generation) -> int:
