@@ -1,7 +1,6 @@
-"""Checks arguments of public functions: numbers and addresses.
+"""Checks arguments of public functions: numbers, Python's and NumPy's but no bools, and addresses.
 
-The checks accept numbers of Python and NumPy, but do not accept True and False as numbers. The command line and every
-rank import this file, so it imports very little.
+The command line and every rank import this file, so it imports very little.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from typing import Any
 from gradsync.errors import InvalidArgument
 
 LARGEST_PORT = 65535
-#: Default: how long the ranks have to end, after the launcher has asked them to end, before the launcher kills them.
+#: Default: how long the ranks have to end once the launcher has asked them to, before it kills them.
 DEFAULT_GRACE_SECONDS = 5.0
-#: Default: how long a rank waits for other ranks at the rendezvous server, for example until all ranks have joined.
+#: Default: how long a rank waits for others at the rendezvous server, for example until all have joined.
 DEFAULT_TIMEOUT_SECONDS = 120.0
 #: Default: how long a collective waits for a rank.
 DEFAULT_COLLECTIVE_TIMEOUT_SECONDS = 300.0
 
 
 def integer_of(value: object) -> int | None:
-    """Returns the value as an int if it is an integer of any library; None for a bool or any other value."""
+    """Returns an integer of any library as an int; None for a bool, or anything else."""
     if isinstance(value, bool):
         return None
     try:
@@ -33,17 +32,16 @@ def integer_of(value: object) -> int | None:
 
 
 def check_integer(who: str, name: str, value: Any, lowest: int, highest: int | None = None) -> int:
-    """Checks that a value is an integer in a range, and returns it as an int.
+    """Returns a value, which must be an integer in a range, as an int.
 
     Args:
-        who: the name of the function that got the value, for the error.
-        name: the name of the argument that has the value.
-        value: the value to check.
-        lowest: the smallest allowed value.
-        highest: the largest allowed value; None means no limit.
+        who: the function that got it, for the error.
+        name: the argument.
+        value: its value.
+        lowest, highest: the range; None means no limit.
 
     Raises:
-        InvalidArgument: the value is not an integer, or is out of range.
+        InvalidArgument: it is no integer, or out of range.
     """
     number = integer_of(value)
     if number is None or number < lowest or (highest is not None and number > highest):
@@ -53,16 +51,16 @@ def check_integer(who: str, name: str, value: Any, lowest: int, highest: int | N
 
 
 def check_port(who: str, name: str, value: Any) -> int:
-    """Checks that a value is a port number, and returns it as an int; 0 means any free port.
+    """Returns a value, which must be a port number, as an int; 0 means any free port.
 
     Raises:
-        InvalidArgument: the value is not a port number.
+        InvalidArgument: it is none.
     """
     return check_integer(who, name, value, 0, LARGEST_PORT)
 
 
 def is_number(value: object) -> bool:
-    """Returns whether a value is a real number (int, float, Fraction, or a number of NumPy), but not a bool."""
+    """Whether a value is a real number (int, float, Fraction, NumPy's), and no bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -70,7 +68,7 @@ def check_seconds(who: str, name: str, value: Any) -> None:
     """Checks that a value is a finite number of seconds, 0 or more.
 
     Raises:
-        InvalidArgument: the value is not a finite number of 0 or more.
+        InvalidArgument: it is none.
     """
     if not is_number(value) or not 0 <= value < float("inf"):
         raise InvalidArgument(f"{who} needs {name} to be a number of seconds, 0 or more, got {value!r}")
@@ -80,7 +78,7 @@ def parse_address(address: str) -> tuple[str, int]:
     """Splits an address such as "127.0.0.1:4000", "name:4000" or "[::1]:4000" into host and port.
 
     Raises:
-        InvalidArgument: the address is not text, does not have such a form, or its port is not from 1 to 65535.
+        InvalidArgument: it is not text of such a form, or its port is not from 1 to 65535.
     """
     if not isinstance(address, str):
         raise InvalidArgument(f"an address needs to be text, got {type(address).__name__}")
@@ -97,14 +95,14 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def check_address(text: str, name: str = "address") -> str:
-    """Checks that a text is an address with host and port, and returns it.
+    """Returns an address, which must have host and port.
 
     Args:
         text: the address; an IPv6 host needs brackets.
-        name: the name of the argument or variable that has the address, for the error.
+        name: the argument or variable that has it, for the error.
 
     Raises:
-        InvalidArgument: the text is not an address with host and port.
+        InvalidArgument: it is no address with host and port.
     """
     try:
         parse_address(text)
@@ -114,12 +112,12 @@ def check_address(text: str, name: str = "address") -> str:
 
 
 def join_address(host: str, port: int) -> str:
-    """Returns the address for a host and a port: the inverse of `parse_address`."""
+    """Returns the address of a host and a port: the inverse of `parse_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether a host is "localhost" or a loopback address; False for other names, which are not looked up."""
+    """Whether a host is "localhost" or a loopback address; other names are not looked up."""
     names = r"localhost|ip6-localhost|ip6-loopback|::1|(::ffff:)?127(\.[0-9]{1,3}){1,3}"
     return re.fullmatch(names, host, re.IGNORECASE) is not None
 

@@ -1,9 +1,8 @@
 """Chooses the backend for all ranks, and makes their communicator. backends.py has the table of all backends.
 
-If init_process_group() or GRADSYNC_BACKEND names a backend, each rank checks it before it joins the other ranks. For
-"auto" and several ranks, rank 0 chooses the backend after all ranks have joined, because a rank cannot know earlier
-whether every rank has its own GPU. If no backend suits the ranks that have joined, every rank raises the error, so that
-no rank waits for another rank.
+One that init_process_group() or GRADSYNC_BACKEND names, each rank checks before it joins the others. For "auto" rank 0
+chooses once all have joined: before, nobody knows whether every rank has a GPU of its own. If none suits the ranks that
+have joined, all raise the error, so that nobody waits.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from gradsync.machine import count_gpus
 if TYPE_CHECKING:
     from gradsync.rendezvous.client import RendezvousClient
 
-# An offer is "+" and the identity of the rank's GPU (nothing on the CPU), or "-" and the reason why the rank cannot use
-# the backend.
+# An offer is "+" and the identity of the rank's GPU (nothing on the CPU), or "-" and why it cannot use the backend.
 _YES, _NO = "+", "-"
 _MAX_OFFER_BYTES = 4096
 _MPIEXEC = "mpiexec -n 8 -hosts a,b python train.py"
@@ -40,24 +38,24 @@ _log = logging.getLogger("gradsync")
 
 
 class BackendModule(Protocol):
-    """The functions that each backend's module defines."""
+    """What each backend's module defines."""
 
     def check(self, place: RankEnvironment, /) -> None:
         """Checks, before the ranks join, that this process can use the backend.
 
         Raises:
-            BackendUnavailable, InvalidArgument: this process cannot use the backend; the error message says why.
+            BackendUnavailable, InvalidArgument: it cannot, and why.
         """
 
     def offer(self, settings: WorldSettings, /) -> str:
-        """Checks, after the ranks have joined, that this rank can use the backend; sends nothing to other ranks.
+        """Checks, after the ranks have joined, that this rank can use the backend; sends nothing to the others.
 
         Returns:
-            The identity of the GPU that this rank will use, so that rank 0 can see whether two ranks have the same GPU;
-            "" if the backend does not use GPUs.
+            The identity of the GPU that this rank will use, by which rank 0 sees whether two ranks have the same one;
+            "" without GPUs.
 
         Raises:
-            BackendUnavailable, InvalidArgument: this rank cannot use the backend; the error message says why.
+            BackendUnavailable, InvalidArgument: it cannot, and why.
         """
 
     def connect(self, client: Any, settings: WorldSettings, group: str, /) -> Backend:
@@ -71,7 +69,7 @@ class BackendModule(Protocol):
 
 
 def load(backend: str) -> BackendModule:
-    """Imports the module of a backend that is in the table."""
+    """Imports a backend's module."""
     return cast("BackendModule", importlib.import_module(TABLE[backend].module))
 
 
@@ -79,21 +77,17 @@ def load(backend: str) -> BackendModule:
 
 
 def choose_before_joining(wanted: str, settings: WorldSettings) -> str:
-    """Returns the backend if this process can determine it before it joins the other ranks; otherwise "auto".
+    """Returns the backend if it is known before the ranks join, as the user has named it or is alone; else "auto".
 
-    The process can determine the backend if the user has named a backend, or if the world has only one rank. In both
-    cases, the function checks that this process can use the backend. For "auto" and ranks on several hosts, the
-    function checks that this process can use MPI, if this process sees no GPU.
+    Checks that this process can use it; for "auto" and ranks on several hosts, that it can use MPI if it sees no GPU.
 
     Args:
-        wanted: the backend that the user asks for, one of BACKENDS; "auto" with a CUDA device means "nccl".
-        settings: the settings of the world.
+        wanted: what the user asks for, one of BACKENDS; "auto" with a CUDA device means "nccl".
+        settings: the world's.
 
     Raises:
-        InvalidArgument: the device has a wrong form, the backend does not support the device, or the backend is "local"
-            although there are several ranks.
-        BackendUnavailable: this process cannot use the backend, or no backend can connect the ranks; the error message
-            says why.
+        InvalidArgument: the device has a wrong form or is not for this backend, or it is "local" for several ranks.
+        BackendUnavailable: this process cannot use the backend, or none can connect the ranks; and why.
     """
     place, device = settings.place, settings.device
     if device is not None and not (isinstance(device, str) and re.fullmatch(_DEVICE, device)):
@@ -113,14 +107,14 @@ def choose_before_joining(wanted: str, settings: WorldSettings) -> str:
 
 
 def suitable_backend(offers: Sequence[str], settings: WorldSettings) -> tuple[str, str]:
-    """Returns the best backend for the ranks of the world, and the reason for the choice.
+    """Returns the best backend for the ranks of the world, and why it is.
 
     Args:
-        offers: for each rank, an offer: a text with the rank's GPU, or with the reason why the rank cannot use NCCL.
-        settings: the settings of the world.
+        offers: each rank's: its GPU, or why it cannot use NCCL.
+        settings: the world's.
 
     Raises:
-        BackendUnavailable: no backend can connect these ranks; the error message says why.
+        BackendUnavailable: none can connect these ranks, and why.
     """
     place = settings.place
     no_gpus = _why_not(offers, settings)
@@ -136,7 +130,7 @@ def suitable_backend(offers: Sequence[str], settings: WorldSettings) -> tuple[st
 
 
 def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
-    """Checks that this process can use MPI, for ranks on several hosts that cannot use NCCL."""
+    """Checks that this process can use MPI, for ranks on several hosts without NCCL."""
     instead = f"start the ranks with mpiexec or srun, as in {_MPIEXEC}; if all are on one machine, set {BACKEND}=shm"
     if place.source in SOURCES_WITH_MPI:
         try:
@@ -155,19 +149,18 @@ def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
 
 
 def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSettings, *, is_checked: bool = True) -> str:
-    """Returns the backend on which all ranks of the world agree. Every rank must call this function after joining.
+    """Returns the backend on which all ranks agree. Every rank must call it after joining.
 
     Args:
-        client: a rendezvous client of the ranks. Use each client for only one agreement.
-        wanted: the backend that this rank asks for, or "auto".
-        settings: the settings of the world.
-        is_checked: whether choose_before_joining() has checked that this rank can use the backend `wanted`.
+        client: a rendezvous client of the ranks, for one agreement only.
+        wanted: what this rank asks for, or "auto".
+        settings: the world's.
+        is_checked: whether choose_before_joining() has checked that this rank can use it.
 
     Raises:
-        InvalidArgument: the ranks ask for different backends. All ranks raise this error.
-        BackendUnavailable: the backend `wanted` cannot connect the ranks; for "auto", no backend can. All ranks raise
-            this error.
-        RendezvousTimeout, RankFailed: a rank did not call this function, or died.
+        InvalidArgument: the ranks ask for different backends. All raise it.
+        BackendUnavailable: it cannot connect the ranks; for "auto", none can. All raise it.
+        RendezvousTimeout, RankFailed: a rank did not call it, or died.
     """
     mine = _offer_of_gpu(settings) if wanted == "auto" else _YES if is_checked else _offer(wanted, settings)
     offer = f"{wanted}\n{mine}".encode()[:_MAX_OFFER_BYTES]
@@ -189,10 +182,9 @@ def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSetti
 
 
 def _decide(offers: Sequence[str], wanted: str, settings: WorldSettings) -> tuple[str, str]:
-    """Returns the backend for all ranks, and the reason for the choice; only rank 0 calls this function.
+    """Returns the backend for all ranks, and why: rank 0's part of agree_on_backend.
 
-    `offers` has a text for each rank, with the rank's wanted backend and offer on separate lines. `wanted` and
-    `settings` are those of rank 0. For the errors see agree_on_backend.
+    `offers` has what each rank wants, and its offer, on separate lines. `wanted` and `settings` are rank 0's.
     """
     own_offers = []
     for rank, (its_wanted, own_offer) in enumerate(offer.split("\n", 1) for offer in offers):
@@ -210,7 +202,7 @@ def _decide(offers: Sequence[str], wanted: str, settings: WorldSettings) -> tupl
 
 
 def _offer(backend: str, settings: WorldSettings) -> str:
-    """Returns this rank's offer for a backend: _YES and the identity of the rank's GPU, or _NO and a reason."""
+    """Returns this rank's offer for a backend: _YES and the identity of its GPU, or _NO and a reason."""
     try:
         return f"{_YES}{load(backend).offer(settings)}"
     except GradsyncError as error:
@@ -227,7 +219,7 @@ def _offer_of_gpu(settings: WorldSettings) -> str:
 
 
 def _why_not(offers: Sequence[str], settings: WorldSettings) -> str:
-    """Returns the reason why a backend cannot connect the ranks that made these offers; "" if the backend can."""
+    """Returns why a backend cannot connect the ranks that made these offers; "" if it can."""
     for rank, offer in enumerate(offers):
         if not offer.startswith(_YES):
             reason = offer.removeprefix(_NO)
@@ -267,12 +259,12 @@ def reporting(
 
 
 def connect(backend: str, client: RendezvousClient | None, settings: WorldSettings, group: str) -> Communicator:
-    """Connects the ranks of a rendezvous client over a backend, and returns the communicator of these ranks.
+    """Connects the ranks of a rendezvous client over a backend, and returns their communicator.
 
     Args:
-        backend: the name of a backend that all these ranks can use.
-        client: the rendezvous client of the ranks; None for "local".
-        settings: the settings of the world.
+        backend: one that all of them can use.
+        client: the ranks' rendezvous client; None for "local".
+        settings: the world's.
         group: the communicator's name, unique since the last init_process_group().
 
     Raises:
@@ -283,7 +275,7 @@ def connect(backend: str, client: RendezvousClient | None, settings: WorldSettin
 
 
 def _log_choice(place: RankEnvironment, chosen: str, reason: str) -> None:
-    # If "auto" has not chosen NCCL although rank 0 sees a GPU, rank 0 logs a warning. Otherwise the level is INFO.
+    # A warning if "auto" has not chosen NCCL although rank 0 sees a GPU.
     unused_gpu = chosen != "nccl" and reason != "asked for" and place.rank == 0 and count_gpus() > 0
     level = logging.WARNING if unused_gpu else logging.INFO
     _log.log(level, "rank %d/%d: backend %s (%s)", place.rank, place.world_size, chosen, reason)

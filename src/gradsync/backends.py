@@ -1,9 +1,6 @@
-"""The table of backends.
+"""The table of backends, for the command line, the checks of arguments and `gradsync doctor`.
 
-The command line, the checks of arguments and `gradsync doctor` take the names of the backends from this table.
-
-Each backend has one row in the table, and one module, which defines the functions of `BackendModule` in
-backend_choice.py.
+Each has one row here, and one module, with the functions of `BackendModule` in backend_choice.py.
 """
 
 from __future__ import annotations
@@ -12,17 +9,14 @@ from typing import NamedTuple
 
 
 class BackendRow(NamedTuple):
-    """The row of one backend in the table of backends.
+    """The row of one backend.
 
     Attributes:
-        module: the name of the backend's module. gradsync imports this module only when it uses the backend, because
-            most processes use one backend and should start fast.
-        on_gpus: whether the backend needs a GPU for each rank; several ranks may share one GPU only with
-            allow_shared_gpu.
-        under_mpiexec: whether mpiexec or srun must start the ranks of the backend.
-        single_rank: whether the backend is for a world of one rank only.
-        doctor_lines: the lines of `gradsync doctor` on which the backend depends. If one of these lines says "not
-            usable here", gradsync doctor does not try the backend.
+        module: its module, imported only where it is used, so that ranks start fast.
+        on_gpus: whether each rank needs a GPU, which several may share only with allow_shared_gpu.
+        under_mpiexec: whether mpiexec or srun must start the ranks.
+        single_rank: whether it is for a world of one rank only.
+        doctor_lines: the lines of `gradsync doctor` that it depends on: if one says "not usable here", it is not tried.
     """
 
     module: str
@@ -32,17 +26,17 @@ class BackendRow(NamedTuple):
     doctor_lines: tuple[str, ...] = ()
 
 
-#: The backends by name, in the order in which `gradsync doctor` tries them.
+#: By name, in the order in which `gradsync doctor` tries them.
 TABLE = {
     "local": BackendRow("gradsync.communicators.local", single_rank=True),
     "shm": BackendRow("gradsync.communicators.shared_memory.backend", doctor_lines=("kernels",)),
     "mpi": BackendRow("gradsync.communicators.mpi.backend", under_mpiexec=True, doctor_lines=("MPI",)),
     "nccl": BackendRow("gradsync.communicators.nccl.connect", on_gpus=True, doctor_lines=("GPUs", "CuPy", "NCCL")),
 }
-#: The names that users may pass as a backend. "auto" is no backend: gradsync then chooses one for all ranks.
+#: What users may pass as a backend. "auto" is none: one is chosen for all ranks.
 BACKENDS = ("auto", *TABLE)
 
 
 def unknown_backend(name: object, where: str = "") -> str:
-    """Returns the error text for a name that is not in BACKENDS; `where` is text such as " in GRADSYNC_BACKEND"."""
+    """Returns the error for a name that is not in BACKENDS; `where` is text such as " in GRADSYNC_BACKEND"."""
     return f"unknown backend {name!r}{where}: use one of {', '.join(BACKENDS)}"

@@ -13,7 +13,7 @@ from gradsync.reduction import Array
 
 
 class _Fingerprint(NamedTuple):
-    """The properties of one array that check_consistency compares."""
+    """What check_consistency compares of an array."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -29,22 +29,20 @@ _Fingerprints = dict[str, _Fingerprint]
 def check_consistency(named_arrays: Any, communicator: Communicator | None = None) -> None:
     """Checks that all ranks have the same arrays: names, shapes, dtypes and values, bit for bit.
 
-    Every rank must call this function. gradsync compares a 64-bit digest of each array's values, so it sends
-    little data. -0.0 and 0.0 are different, and also NaNs with different bits. gradsync sends the names with pickle, so
-    all ranks must trust each other. An AllreduceCallback that knows the parameters as arrays makes this comparison
-    by itself, see its option `check_every`.
+    Every rank must call it. The ranks compare a 64-bit digest of each array; -0.0 and 0.0 differ, and so do NaNs of
+    other bits. Names are sent by pickle, so all ranks must trust each other. An AllreduceCallback that knows the
+    parameters as arrays compares them by itself: see its option `check_every`.
 
     Args:
         named_arrays: a mapping of names to arrays, or a list of (name, array) pairs, in any order; or a list of arrays,
-            whose names are "#0", "#1" and so on. The arrays may have any shape and layout, and any dtype except Python
-            objects. They may be on the communicator's device or the host.
-        communicator: the communicator of the ranks; None means the world communicator.
+            which are named "#0", "#1" and so on. Any shape, layout and dtype except Python objects, on the
+            communicator's device or the host.
+        communicator: whose ranks compare; None means the world communicator.
 
     Raises:
-        PlanMismatch: an array differs between ranks. All ranks raise this error, which names the first array that
-            differs, and the difference. The communicator stays usable.
-        InvalidArgument: `named_arrays` is not a mapping or list, a value is not an array, or two arrays have the same
-            name.
+        PlanMismatch: an array differs. All ranks raise it, with the first that differs, and how. The communicator stays
+            usable.
+        InvalidArgument: `named_arrays` is not a mapping or list, a value is not an array, or two have one name.
         UnsupportedDtype: the elements of an array are Python objects.
         RankFailed, CollectiveTimeout, CommunicatorClosed: the exchange of digests failed.
     """

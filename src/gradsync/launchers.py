@@ -181,10 +181,10 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment
 
 
 def is_launched() -> bool:
-    """Returns whether the environment has a rank for this process, from gradsync's launcher, torchrun, mpiexec or srun.
+    """Whether a launcher has given this process a rank: gradsync's, torchrun, mpiexec, srun, or RANK set by hand.
 
-    RANK and WORLD_SIZE count too if the user has set them by hand. A script that also runs without a launcher can pass
-    the backend `"auto" if gs.is_launched() else "local"`. Then gradsync does not warn that no launcher was found.
+    A script that also runs by itself can pass the backend `"auto" if gs.is_launched() else "local"`, and is not told
+    that no launcher was found.
 
     Raises:
         InvalidArgument: a variable is malformed, or the variables of launchers contradict each other.
@@ -193,7 +193,7 @@ def is_launched() -> bool:
 
 
 def is_rank_of_gradsync(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether gradsync's launcher has started this process, or a process that has started this one."""
+    """Whether gradsync's launcher has started this process, or one that has started this one."""
     return environ.get(RUN_ID, "").startswith(RUN_ID_OF_GRADSYNC)
 
 

@@ -1,6 +1,6 @@
-"""Describes this machine: its identity, processes, cores, GPUs, memory and addresses.
+"""This machine: its identity, processes, cores, GPUs, memory and addresses.
 
-The module also has run_with_timeout(), for functions that may hang, and Latch, a flag for which threads can wait.
+And run_with_timeout(), for functions that may hang, and Latch, a flag for which threads can wait.
 """
 
 from __future__ import annotations
@@ -46,11 +46,10 @@ class ProcessStat(NamedTuple):
     """A process's entry in /proc.
 
     Attributes:
-        state: the state of the process as one letter, for example "R" for running, "S" for sleeping, "T" for stopped,
-            and "Z" for a process that has ended and whose parent has not waited for it.
-        parent: the pid of the process's parent; 0 if the parent is not in this pid namespace.
-        start_time: the start of the process, in clock ticks since the boot. Two processes that had the same pid one
-            after the other have different start times.
+        state: a letter, such as "R" for running, "S" for sleeping, "T" for stopped, and "Z" for one that has ended and
+            whose parent has not waited for it.
+        parent: the parent's pid; 0 if it is not in this pid namespace.
+        start_time: when it started, in clock ticks since the boot: another for each process that has had this pid.
     """
 
     state: str
@@ -59,10 +58,10 @@ class ProcessStat(NamedTuple):
 
 
 def read_stat(pid: int) -> ProcessStat | None:
-    """Returns a process's entry in /proc; None if there is no such process, or /proc hides the process."""
+    """Returns a process's entry in /proc; None if there is none, or /proc hides it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # the process's name before ")" may contain any character
+            fields = file.read().rpartition(b")")[2].split()  # the name before ")" may have any character
         return ProcessStat(fields[0].decode(), int(fields[1]), fields[19].decode())
     except (OSError, IndexError):
         return None
@@ -90,9 +89,9 @@ def boot_id() -> str:
 
 
 def machine_identity() -> str:
-    """Returns a text that is the same for all processes in one pid namespace of this machine; "" if unknown.
+    """Returns text that is the same for all processes in one pid namespace of this machine; "" if unknown.
 
-    A container has the boot id of its host, but may have its own pids, so the text includes the pid namespace.
+    A container has the boot id of its host, but may have pids of its own.
     """
     boot = boot_id()
     try:
@@ -102,10 +101,10 @@ def machine_identity() -> str:
 
 
 class Latch:
-    """A flag for which threads can wait. Any thread can set or clear the flag.
+    """A flag for which threads can wait. Any thread can set or clear it.
 
-    Setting a Latch never waits. The thread that sets a threading.Event may wait for ever: if Ctrl-C arrives as a wait
-    for the Event begins, the inner lock of the Event may stay held. In a Latch, each wait has its own lock.
+    To set it never waits. To set a threading.Event may wait for ever: if Ctrl-C comes as a wait for the Event begins,
+    its inner lock may stay held. Here each wait has a lock of its own.
     """
 
     def __init__(self, *, is_set: bool = False) -> None:
@@ -115,7 +114,7 @@ class Latch:
     def set(self) -> None:
         """Sets the flag, and wakes all waiting threads."""
         self.is_set = True
-        with contextlib.suppress(IndexError):  # no waiting thread is left
+        with contextlib.suppress(IndexError):  # nobody waits any more
             while True:
                 self._waiting.pop().release()
 
@@ -124,12 +123,12 @@ class Latch:
         self.is_set = False
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until the flag is set; returns False if the flag is not set within `seconds`."""
+        """Waits until the flag is set; returns False if it is not within `seconds`."""
         waiting = threading.Lock()
         waiting.acquire()
         self._waiting.append(waiting)
         limit = -1 if seconds is None else min(max(seconds, 0.0), threading.TIMEOUT_MAX)
-        # Checks the flag after adding the lock: set() first sets the flag, and then releases the locks.
+        # The flag after the lock: set() first sets the flag, and then releases the locks.
         was_set = self.is_set or waiting.acquire(timeout=limit)
         with contextlib.suppress(ValueError):
             self._waiting.remove(waiting)
@@ -154,23 +153,17 @@ def start_thread(thread: threading.Thread) -> None:
 def run_with_timeout(
     function: Callable[[], _Result], name: str, seconds: float, check: Callable[[], None] | None = None
 ) -> _Result:
-    """Calls a function on a daemon thread, and waits until it returns or a deadline has passed.
-
-    The function may hang in C code: run_with_timeout() abandons its thread at the deadline.
+    """Returns what a function returns that may hang in C: on a daemon thread, which is abandoned at a deadline.
 
     Args:
-        function: the function to call.
+        function: what to call.
         name: the thread's name.
-        seconds: the number of seconds that the function may take.
-        check: a function that run_with_timeout() calls repeatedly during the wait. An exception of `check` ends the
-            wait.
-
-    Returns:
-        The result of the function.
+        seconds: how long it may take.
+        check: called again and again meanwhile. If it raises, the wait ends.
 
     Raises:
         TimeoutError: the function did not return in time.
-        BaseException: the function or `check` raised this exception.
+        BaseException: what the function or `check` raised.
     """
     outcome: list[_Result] = []
     errors: list[BaseException] = []
@@ -200,7 +193,7 @@ def run_with_timeout(
 
 
 def usable_cores() -> int:
-    """Returns the number of cores that this process may run on."""
+    """Returns how many cores this process may run on."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
@@ -220,15 +213,14 @@ def blas_thread_variables(n_processes: int) -> dict[str, str]:
 
 
 def begin_on_core(number: int) -> None:
-    """Moves the calling thread to one of its allowed cores, and then allows all these cores again.
+    """Moves the calling thread to one of its allowed cores, and then allows all of them again.
 
-    Ranks that start together often share a core, and the kernel does not move them if every core is busy. If two ranks
-    share a core, each collective waits until the kernel schedules the other rank. A measured collective of 4 KB on two
-    ranks took 26 us on one core, and 5 us on two cores.
+    Ranks that start together often share a core, and the kernel does not move them while every core is busy. Each
+    collective then waits for the kernel to schedule the other rank: one of 4 KB on two ranks took 26 us on one core,
+    and 5 us on two.
 
     Args:
-        number: the local rank. The function chooses the allowed core at this position; after the last core, it counts
-            again from the first core.
+        number: the local rank, which says which core it is; after the last one comes the first again.
     """
     with contextlib.suppress(OSError, AttributeError):  # not Linux, or not allowed
         usable = os.sched_getaffinity(0)
@@ -237,14 +229,13 @@ def begin_on_core(number: int) -> None:
 
 
 def count_gpus(environ: Mapping[str, str] = os.environ, device_folder: str = "/dev") -> int:
-    """Returns the number of NVIDIA GPUs that a process with this environment may use. Does not initialise CUDA.
+    """Returns how many NVIDIA GPUs a process with this environment may use. Does not initialise CUDA.
 
-    If the machine has a GPU and CUDA_VISIBLE_DEVICES is set, the function counts the GPUs that this variable names, and
-    does not check that they exist.
+    If the machine has one, those that CUDA_VISIBLE_DEVICES names count, whether they exist or not.
 
     Args:
         environ: the environment variables.
-        device_folder: the folder with the device files of the driver.
+        device_folder: where the driver's device files are.
     """
     try:
         present = sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in os.listdir(device_folder))
@@ -255,7 +246,7 @@ def count_gpus(environ: Mapping[str, str] = os.environ, device_folder: str = "/d
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Returns the GPUs that CUDA_VISIBLE_DEVICES names, up to the first invalid entry; None if it is not set."""
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES names, up to the first that is invalid; None if it is not set."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return None
@@ -269,10 +260,10 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def default_process_count(device_type: str = "auto") -> int:
-    """Returns the default number of ranks: the number of visible GPUs, or of usable cores if there is no GPU.
+    """Returns the default number of ranks: of visible GPUs, or of usable cores if there is no GPU.
 
     Args:
-        device_type: "cpu" to count cores, "gpu" to count GPUs, or "auto" to count cores only if there is no GPU.
+        device_type: "cpu" counts cores, "gpu" GPUs, and "auto" cores only if there is no GPU.
 
     Raises:
         BackendUnavailable: device_type is "gpu", and there is no GPU.
@@ -293,8 +284,8 @@ def memory_groups(root: str = "") -> list[str]:
         root: a folder that tests use instead of "/".
     """
     own = next((line[3:] for line in _lines(f"{root}/proc/self/cgroup") if line.startswith("0::")), "")
-    # In a container, the path may begin with names of the host that the container does not see. Then only the folder
-    # itself has files, which belong to the container's group.
+    # In a container the path may begin with names of the host that it does not see. Then only the folder itself has
+    # files, which are of the container's group.
     names = [name for name in own.split("/") if name]
     folders = ["/".join((f"{root}/sys/fs/cgroup", *names[:depth])) for depth in range(len(names), -1, -1)]
     return [folder for folder in folders if _lines(f"{folder}/memory.max")]
@@ -303,8 +294,7 @@ def memory_groups(root: str = "") -> list[str]:
 def available_memory_bytes(root: str = "") -> float:
     """Returns an estimate of the bytes that this process can allocate without swapping, within the limits of cgroups.
 
-    Returns infinity if there is no estimate. If a process allocates more, the kernel by default does not refuse the
-    allocation, but may kill the process when it uses the memory.
+    Infinity if there is none. By default the kernel does not refuse more, but may kill a process that uses it.
 
     Args:
         root: a folder that tests use instead of "/".
@@ -315,7 +305,7 @@ def available_memory_bytes(root: str = "") -> float:
 
 
 def _left_in(group: str) -> float:
-    """Returns the bytes that a control group's processes can still allocate; infinity without a limit."""
+    """Returns the bytes that are left to a control group's processes; infinity without a limit."""
     limit, used = (_lines(f"{group}/{name}") for name in ("memory.max", "memory.current"))
     if not (limit and used and limit[0].isdigit() and used[0].isdigit()):
         return math.inf
@@ -351,10 +341,10 @@ _reservations: deque[int] = deque()
 def free_port() -> int:
     """Returns a TCP port that is not in use, for a server on any interface of this machine.
 
-    This process keeps a socket bound to each of its 64 newest ports, so that the kernel gives the port to no other
-    program that asks for any free port, and uses it for no outgoing connection. A server can bind the port all the same
-    if it sets SO_REUSEADDR, as nearly all servers do (not: socketserver, unless `allow_reuse_address` is set). Nothing
-    keeps another program from asking for this very number, and nothing keeps the port once this process has ended.
+    This process keeps a socket bound to each of its 64 newest ports, so that the kernel gives them to nobody who asks
+    for any free port. A server can bind the port all the same if it sets SO_REUSEADDR, as nearly all do (socketserver
+    only with `allow_reuse_address`). Another program may still ask for this very number, and once this process has
+    ended nothing keeps the port.
 
     Raises:
         OSError: no port is free, or too many files are open.
@@ -368,7 +358,7 @@ def free_port() -> int:
 
 
 def reserve_port() -> socket.socket:
-    """Returns a socket that is bound to a free port, does not listen, and keeps the port until it is closed."""
+    """Returns a socket that keeps a free port until it is closed; it does not listen."""
     import socket
 
     has_ipv6 = socket.has_dualstack_ipv6()
@@ -385,7 +375,7 @@ def reserve_port() -> socket.socket:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the name of the network interface with an address, such as "eth0"; None if no interface has the address.
+    """Returns the name of the network interface with an address, such as "eth0"; None if none has it.
 
     Args:
         address: a numeric IPv4 or IPv6 address.
@@ -402,9 +392,9 @@ def interface_of(address: str) -> str | None:
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """Returns this machine's own address on the route to a host; None if there is no route.
+    """Returns this machine's own address on the route to a host, which may be this machine; None without a route.
 
-    The function sends nothing to the host: the kernel only determines the route. The host may be this machine.
+    Nothing is sent: the kernel knows.
 
     Args:
         host: the host's name or address.
