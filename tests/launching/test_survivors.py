@@ -8,7 +8,7 @@ import pytest
 # Trains 20 steps. The first argument says what befalls which rank, "kill:1" for one and "kill:1@15" for when; the
 # second, in how many of its lives.
 SCRIPT = """
-    import os, pathlib, signal, sys, time
+    import os, pathlib, signal, sys, threading, time
     import numpy as np
     import gradsync as gs
 
@@ -36,6 +36,11 @@ SCRIPT = """
             fate, when = how, int(step or when)
     if fate == "early":
         befall(fate)
+    if "joining" in sys.argv[1]:  # the victim dies while it waits for rank 0
+        if fate:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        elif os.environ["RANK"] == "0":
+            time.sleep(1.5)
 
     comm = gs.init_process_group("shm")
     sync = gs.AllreduceCallback("mean")
@@ -153,7 +158,8 @@ def test_a_rank_that_is_stopped_is_ended(run):
 
 
 @pytest.mark.parametrize(
-    ("how", "who", "lives"), [("kill", "1", 1), ("raise", "0", 1), ("kill", "2", 2), ("early", "1", 1)]
+    ("how", "who", "lives"),
+    [("kill", "1", 1), ("raise", "0", 1), ("kill", "2", 2), ("early", "1", 1), ("joining", "1", 1)],
 )
 def test_a_rank_is_started_again(how, who, lives, run, tmp_path):
     """Without --min-ranks the others wait for it."""

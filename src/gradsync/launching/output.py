@@ -114,10 +114,11 @@ class OutputForwarder:
             A function that returns the last lines that the rank has printed, as text.
         """
         log = None if self._log_dir is None else os.path.join(self._log_dir, f"rank-{rank}{self._log_end}")
-        kept = _Kept(log, self._screens[0].warn)
+        tail = _Tail()
+        kept = _Kept(tail, log, self._screens[0].warn)
         self._screens[0].add(_Stream(rank, stdout_fd, kept))
         self._screens[-1].add(_Stream(rank, stderr_fd, kept))
-        return kept.last_lines
+        return tail.lines
 
     def start(self) -> None:
         """Starts the threads."""
@@ -141,13 +142,32 @@ class OutputForwarder:
         return not any(screen.thread.is_alive() for screen in self._screens)
 
 
-class _Kept:
-    """What is kept of a rank's output: the last lines of both streams, and the log file. Any thread may use it."""
+class _Tail:
+    """The last lines of both streams of a rank. Any thread may use it."""
 
-    def __init__(self, log: str | None, warn: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lines: deque[bytes] = deque(maxlen=_KEPT_LINES)
         self._unfinished: dict[int, bytes] = {}  # by stream
+
+    def add(self, stream: int, data: bytes) -> None:
+        with self._lock:
+            *lines, rest = _flat(self._unfinished.get(stream, b"") + data).split(b"\n")
+            self._lines.extend(line[-_KEPT_BYTES:] for line in lines[-_KEPT_LINES:])
+            self._unfinished[stream] = rest[-_KEPT_BYTES:]
+
+    def lines(self) -> list[str]:
+        with self._lock:
+            lines = [*self._lines, *filter(None, self._unfinished.values())]
+        return [line.decode("utf-8", "replace") for line in _lines_of(b"\n".join(lines))]
+
+
+class _Kept:
+    """What is kept of a rank's output, while its streams are open: the last lines, and the log file."""
+
+    def __init__(self, tail: _Tail, log: str | None, warn: Callable[[str], None]) -> None:
+        self._tail = tail
+        self._lock = threading.Lock()
         self._path, self._log, self._warn = log, -1, warn
         if log is not None:
             try:
@@ -157,10 +177,8 @@ class _Kept:
                 self._lose_log(error)
 
     def add(self, stream: int, data: bytes) -> None:
+        self._tail.add(stream, data)
         with self._lock:
-            *lines, rest = _flat(self._unfinished.get(stream, b"") + data).split(b"\n")
-            self._lines.extend(line[-_KEPT_BYTES:] for line in lines[-_KEPT_LINES:])
-            self._unfinished[stream] = rest[-_KEPT_BYTES:]
             try:
                 if self._log >= 0:
                     _write_all(self._log, data)
@@ -170,11 +188,6 @@ class _Kept:
     def _lose_log(self, error: OSError) -> None:
         self._log = -1  # the run does not need the log
         self._warn(f"warning: log file {self._path} is incomplete, as it cannot be written: {error.strerror}")
-
-    def last_lines(self) -> list[str]:
-        with self._lock:
-            lines = [*self._lines, *filter(None, self._unfinished.values())]
-        return [line.decode("utf-8", "replace") for line in _lines_of(b"\n".join(lines))]
 
 
 class _Stream:

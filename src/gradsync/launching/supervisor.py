@@ -287,7 +287,12 @@ class Supervisor:
         job, news = self._job, self._news
         told: dict[str, Any] = {} if news is None else {"on_lost": news.on_lost, "on_rebuilt": news.on_rebuilt}
         server = RendezvousServer(
-            job.world_size, secret=endpoint.secret, listener=listener, min_ranks=job.min_ranks or 1, **told
+            job.world_size,
+            secret=endpoint.secret,
+            listener=listener,
+            min_ranks=job.min_ranks or 1,
+            respawns=job.respawns > 0 and job.world_size == job.n_ranks,  # it hears nothing of other machines' ranks
+            **told,
         )
         server.start()
         self._server = server
@@ -501,7 +506,7 @@ class Supervisor:
         for news in self._news.read():
             if isinstance(news, Lost):
                 rank = self._running.get(news.rank)
-                if rank is not None and rank.outcome.order is None and rank not in self._waiting:
+                if rank is not None and rank.outcome.order is None:
                     rank.outcome.given_up = f"{news.why}\n"
                     rank.send_signal(signal.SIGKILL)
                 continue

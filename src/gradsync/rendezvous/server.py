@@ -155,8 +155,8 @@ class RendezvousServer:
         port: the port to bind; 0 lets the kernel choose a free port.
         listener: a listening socket from `bind_listener` to use instead of host and port; the server closes it.
         host_rank: the rank whose process runs the server, see `Worlds`; None if no rank does.
-        min_ranks, on_lost, on_rebuilt: see `Worlds`. The functions are called in the server's thread, and must be
-            quick.
+        min_ranks, respawns, on_lost, on_rebuilt: see `Worlds`. The functions are called in the server's thread, and
+            must be quick.
 
     Attributes:
         address: the address that the server has bound, e.g. "127.0.0.1:43211" or "[::1]:4000".
@@ -178,6 +178,7 @@ class RendezvousServer:
         listener: socket.socket | None = None,
         host_rank: int | None = None,
         min_ranks: int = 1,
+        respawns: bool = False,
         on_lost: Callable[[int, str], object] = ignore,
         on_rebuilt: Callable[[int, tuple[int, ...], float], object] = ignore,
     ) -> None:
@@ -197,7 +198,7 @@ class RendezvousServer:
         self._worlds = Worlds(
             self._send, self._close_peer, self._write_notice, _state_of,
             machine=machine_identity(), size=size, host=host_rank,
-            min_ranks=min_ranks, on_lost=on_lost, on_rebuilt=on_rebuilt,
+            min_ranks=min_ranks, respawns=respawns, on_lost=on_lost, on_rebuilt=on_rebuilt,
         )  # fmt: skip
         self.notices = _NoticeWriter()
         self._peers: dict[int, _Peer] = {}

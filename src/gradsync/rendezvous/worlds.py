@@ -542,6 +542,7 @@ class World:
         self.pids: dict[int, int] = {}  # rank -> process, as its launcher has reported
         self.ended: dict[int, str] = {}  # rank -> how its process ended
         self.min_ranks = 1  # how many ranks a rebuilt generation needs at least
+        self.respawns = False  # whether the others wait for a rank that dies before all have joined
         self.notice_at: float | None = None  # when the ranks that have not joined are told of
 
     @property
@@ -568,6 +569,8 @@ class Worlds:
         host: the rank of the world "" that hosts the server; when its join reaches its deadline, all joins end, but for
             a rebuild: the server goes on.
         min_ranks: how many ranks a rebuilt generation of the world "" needs at least.
+        respawns: whether a rank of the world "" that dies before all have joined is started again: the others wait,
+            until `process` says how it has ended.
         on_lost: on_lost(number, why) is called with a member of the world "" that nobody waits for any more.
         on_rebuilt: on_rebuilt(generation, numbers, seconds) is called when the world "" has formed: from these members,
             so long after the failure of the one before; 0.0 if all ranks have joined, as at their start.
@@ -584,6 +587,7 @@ class Worlds:
         size: int | None = None,
         host: int | None = None,
         min_ranks: int = 1,
+        respawns: bool = False,
         on_lost: Callable[[int, str], object] = ignore,
         on_rebuilt: Callable[[int, tuple[int, ...], float], object] = ignore,
     ) -> None:
@@ -595,7 +599,7 @@ class Worlds:
         self._host = host
         self._worlds: dict[str, World] = {} if size is None else {"": World(size)}
         if size is not None:
-            self._worlds[""].min_ranks = min_ranks
+            self._worlds[""].min_ranks, self._worlds[""].respawns = min_ranks, respawns
         self._on_lost, self._on_rebuilt = on_lost, on_rebuilt
         self.now = 0.0  # of the current event, in monotonic seconds
         self.has_joined = False  # whether any rank ever has
@@ -970,9 +974,9 @@ class Worlds:
     def _drop(self, world: World, generation: Generation, rank: int, refusal: str = "") -> bool:
         """Forgets a rank that waited for a rebuild, or was new, and has ended; returns whether it was one."""
         running = world.running
-        if generation.number or running is None or generation.failure is not None:
+        if generation.number or (running is None and not world.respawns) or generation.failure is not None:
             return False
-        before = running.member(rank)
+        before = None if running is None else running.member(rank)
         if before is not None and before.has_left and not generation.is_asked_for:  # all leave and join again
             return False
         if refusal:
@@ -1028,10 +1032,9 @@ class Worlds:
             why = f"{generation.while_joining()}: {{}}; no sign of life for {silent_seconds:.1f} s"
             text = _lost_text(generation.name(rank), state, why)
             if self._drop(world, generation, rank, text):
-                assert world.running is not None
                 del self._of[connection]
                 self._close(connection)
-                before = world.running.member(rank)
+                before = None if world.running is None else world.running.member(rank)
                 self._give_up(world, before if before is not None and before.is_present else member, text)
             elif generation.failure is not None:
                 self._give_up(world, member, text)
