@@ -190,7 +190,13 @@ def init_process_group(
     if wanted == "local":
         return _begin_world(connect(wanted, None, settings, "world"), settings)
     try:
-        return _connect_world("init_process_group", _join(settings, wanted), 0)
+        client = _join(settings, wanted)
+        try:
+            return _connect_world("init_process_group", client, 0)
+        except RankFailed:
+            if client.numbers is None:  # at launch
+                raise
+        return _rebuild(None, 0, 0, timeout_seconds)
     except BaseException:
         _leave()
         raise
@@ -236,7 +242,6 @@ def rebuild(*, min_ranks: int | None = None, timeout_seconds: float = 30.0) -> C
         RendezvousError: the server is gone, or the others have gone on without this rank.
         NcclError, CollectiveTimeout, BackendUnavailable: the ranks could not connect, see init_process_group.
     """
-    global _client
     world = get_initial_world()
     if world is None or _launched is None:
         raise InvalidArgument("rebuild: the process group is not initialised: call gs.init_process_group() first")
@@ -257,14 +262,23 @@ def rebuild(*, min_ranks: int | None = None, timeout_seconds: float = 30.0) -> C
             raise CommunicatorClosed(f"{label}: {world.ended_because}")
         _replace_world(world)
         return _begin_world(connect("local", None, settings, "world"), settings, [steps])
+    return _rebuild(world, steps, least, timeout_seconds)
+
+
+def _rebuild(world: Communicator | None, steps: int, least: int, timeout_seconds: float) -> Communicator:
+    """See rebuild(). `world` is None for a new rank: another died when it had just been taken in."""
+    global _client
+    assert _launched is not None
+    assert _client is not None
     deadline = time.monotonic() + timeout_seconds
     while True:
         left = max(deadline - time.monotonic(), 0.1)
         with contextlib.suppress(RankFailed, CollectiveTimeout):
             _client.check()  # a server that is gone forms no world
         try:
-            client = _rejoin(_client, settings, least, left, timeout_seconds)
-            _replace_world(world)
+            client = _rejoin(_client, _launched[1], least, left, timeout_seconds)
+            if world is not None:
+                _replace_world(world)
             last, _client = _client, client
             last.abandon()
             return _connect_world("rebuild", client, steps)

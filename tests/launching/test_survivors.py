@@ -187,6 +187,36 @@ def test_a_rank_that_nobody_waits_for_any_more_ends_quietly(run):
     assert last(err).startswith("gradsync: 2 of 3 ranks ended well, after 1 failure and 1 rebuild")
 
 
+def test_a_new_rank_is_in_the_next_world_where_another_dies_as_they_connect(cli, script):
+    path = script(
+        """
+        import os, pathlib, signal
+        import gradsync as gs
+        from gradsync import process_group
+
+        def die(*_):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        file = pathlib.Path(__file__).with_name("life of " + os.environ["RANK"])
+        is_first = not file.exists()
+        file.touch()
+        comm = gs.init_process_group("shm")
+        if is_first:
+            if comm.rank == 1:
+                die()
+            try:
+                comm.barrier()
+            except gs.RankFailed:
+                if comm.rank == 2:
+                    process_group.agree_and_connect = die  # when the others are there
+                comm = gs.rebuild(min_ranks=3)
+        os.write(1, f"{comm.objects.all_gather(comm.member)}\\n".encode())
+        """
+    )
+    code, out, err = cli("run", "--no-prefix", "-n", 3, "--min-ranks", 2, "--respawn", 2, path)
+    assert (code, out) == (0, 3 * "[0, 1, 2]\n"), err
+
+
 def test_a_new_rank_waits_longer_than_for_those_that_start_with_it(cli, script):
     path = script(
         """

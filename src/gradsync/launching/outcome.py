@@ -66,7 +66,8 @@ class RankOutcome:
     @property
     def name(self) -> str:
         """The rank and its process, in words."""
-        return f"rank {self.rank} (pid {self.pid} on {os.uname().nodename})"
+        process = f"pid {self.pid} " if self.pid else ""  # none: it was killed before it was there
+        return f"rank {self.rank} ({process}on {os.uname().nodename})"
 
     def describe(self) -> str:
         """Returns the rank, its process and how it ended, in words."""
