@@ -123,7 +123,8 @@ def check_operation(op: ReduceOp, dtype: np.dtype[Any]) -> None:
         UnsupportedDtype: it does not, is not in OPERATIONS_BY_DTYPE, or is not in native byte order.
     """
     if not dtype.isnative:
-        raise UnsupportedDtype(f"{dtype.name} needs native byte order, got {dtype.str}: convert it with astype first")
+        name = dtype.name
+        raise UnsupportedDtype(f'{name} needs native byte order, got {dtype.str}: convert it with astype("{name}")')
     operations = OPERATIONS_BY_DTYPE.get(dtype.name)
     if operations is None:
         raise UnsupportedDtype(f"dtype {dtype} cannot be reduced: use one of {', '.join(OPERATIONS_BY_DTYPE)}")

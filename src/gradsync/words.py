@@ -104,6 +104,8 @@ FOREIGN: dict[str, dict[str, str]] = {
     },
     "a Communicator": {
         "size": "world_size",
+        "reduce_dict": "gs.comm.reduce_dict",
+        "all_gather_object": "objects.all_gather",
         "Get_rank": "rank",
         "Get_size": "world_size",
         "Allreduce": "all_reduce(array), in place, or all_reduce(array, out=...)",

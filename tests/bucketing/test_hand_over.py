@@ -87,6 +87,21 @@ def test_over_nccl_dtypes_that_it_lacks_are_refused_at_the_hand_over(comm, dtype
     assert (arrays_of(comm).get(step(sync, {"w": mine.astype("int32")})["w"]) == 2).all()
 
 
+@pytest.mark.parametrize(
+    ("method", "gradient", "remedy"),
+    [
+        ("mean", np.ones(2, ">f8"), 'convert it with astype("float64")'),
+        ("mean", np.ones(2, int), 'convert it with astype("float32"), or take "sum" where that is meant'),
+        ("sum", np.ones(2, bool), 'convert it with astype("float32")'),
+        ("mean", "w", "pass the name first"),
+    ],
+)
+def test_a_refused_gradient_has_one_remedy(alone, method, gradient, remedy):
+    with pytest.raises((gs.InvalidArgument, gs.UnsupportedDtype)) as raised:
+        gs.AllreduceCallback(method, alone)("w", gradient)
+    assert str(raised.value).endswith(f": {remedy}")
+
+
 @pytest.mark.parametrize("options", [{}, {"parameters": PARAMETERS}, {"threshold_bytes": 1}], ids=repr)
 def test_a_refused_gradient_leaves_no_trace(alone, options):
     """Whatever is refused, in each step, whether the arrays come again or not."""

@@ -50,6 +50,7 @@ def test_a_name_that_gradsync_has_not_says_what_to_use(name, word):
     [
         ("Get_rank", "use rank"),
         ("size", "use world_size"),
+        ("reduce_dict", "use gs.comm.reduce_dict"),
         ("Allreduce", "use all_reduce"),
         ("irecv", "use asynchronous.recv"),
         ("all_redcue", "did you mean all_reduce?"),

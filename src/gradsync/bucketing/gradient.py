@@ -16,7 +16,7 @@ from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import arrays_of, native_array
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import InvalidArgument, UnsupportedDtype, shown
-from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, dtype_name, dtype_of
+from gradsync.reduction import Array, ReduceOp, dtype_name, dtype_of
 
 PLAIN_NAMES = (str, int)  # the types of nearly all names; such a name is its own key
 _ARRAY = object()  # in the keys of arrays
@@ -125,6 +125,8 @@ def accept(name: str, grad: Any, communicator: Communicator, options: Options) -
             f"{communicator.label}: {who} is None: if a step does not use a parameter, hand over no gradient for it; "
             'AllreduceCallback(parameters=..., missing="zero") then uses zeros'
         )
+    if isinstance(grad, str):
+        raise InvalidArgument(f"{communicator.label}: {who} is text, {shown(grad)}: pass the name first")
     native: Array = native_array(communicator, grad, who)
     if isinstance(native, np.ndarray) and not native.flags.writeable and not hasattr(grad, "__array__"):
         raise InvalidArgument(
@@ -134,10 +136,12 @@ def accept(name: str, grad: Any, communicator: Communicator, options: Options) -
     try:
         options.check_dtype(native.dtype, arrays_of(communicator))
     except UnsupportedDtype as error:
-        advice = ""
-        if options.op is ReduceOp.MEAN and ReduceOp.SUM in OPERATIONS_BY_DTYPE.get(dtype_name(native.dtype), ()):
-            advice = '; convert it with astype("float32"), or use AllreduceCallback("sum") where a sum is meant'
-        raise UnsupportedDtype(f"{communicator.label}: {who}: {error}{advice}") from None
+        text, integers = str(error), native.dtype.isnative and native.dtype.kind in "iu"
+        if options.op is ReduceOp.MEAN and integers:
+            text = f'{native.dtype} has no mean: convert it with astype("float32"), or take "sum" where that is meant'
+        elif native.dtype == bool:
+            text = 'bool has neither sum nor mean: convert it with astype("float32")'
+        raise UnsupportedDtype(f"{communicator.label}: {who}: {text}") from None
     return native
 
 
