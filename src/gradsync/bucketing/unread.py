@@ -120,9 +120,9 @@ class UnreadResults:
         self.is_over = bool(lost) or self._steps_left == 0
         if lost:
             _log.warning(
-                "%s: nobody can read the result of %s: its array was a temporary, and its future was dropped. Read "
-                "sync.results() or the futures after the block, or hand over arrays that you keep: the results are "
-                "written into them",
+                "%s: nobody can read what was reduced for %s: the array was a temporary, and the future was dropped. "
+                "Read sync.results() or the futures after the block, or hand over arrays that you keep: the results "
+                "are written into them",
                 self._label,
                 list_of_names(lost),
             )
