@@ -5,10 +5,14 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import os
 import random
 import re
 import runpy
+import signal
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -237,6 +241,33 @@ def test_a_training_survives_a_rank_and_takes_in_a_new_one(cli, digits):
     alone = cli.python(script, **options)
     ours, theirs = (float(re.search(r"accuracy ([\d.]+)%", each.out)[1]) for each in (done, alone))
     assert ours == pytest.approx(theirs, abs=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_a_training_survives_all_that_is_killed(cli, digits, seed):
+    """Ranks and their guards, as they start, join, train, rebuild; only rank 3 is left alone."""
+    dice, options = random.Random(seed), {"environment": {"PYTHONPATH": str(digits), "OMP_NUM_THREADS": "1"}}
+    words = ["run", "-n", 4, "--min-ranks", 1, "--respawn", 1000, EXAMPLES / "survive.py"]
+    launcher = cli.start(*words, **options)
+    launcher.read_until("step 0: 4 ranks")
+    end = time.monotonic() + 2.5
+    while time.monotonic() < end:
+        time.sleep(dice.uniform(0, dice.choice([0.05, 0.5])))
+        found = [pid for pid in cli.processes() if is_of_rank(pid, "012")]
+        for pid in dice.sample(found, min(len(found), dice.randint(1, 3))):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    code, out, err = launcher.result()
+    assert code == 0, err
+    assert float(re.search(r"accuracy ([\d.]+)%", out)[1]) > 96.5
+    assert "Traceback" not in err
+
+
+def is_of_rank(pid, ranks):
+    with suppress(OSError):
+        return bool(re.search(rf"(^|\0)RANK=[{ranks}]\0", Path(f"/proc/{pid}/environ").read_text()))
+    return False
 
 
 def test_thresholds_of_own_gradients_end_with_advice(run, tmp_path):
