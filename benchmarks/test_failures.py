@@ -1,4 +1,4 @@
-"""How soon a failure is reported: seconds from the failure until the output names its cause, and until all have ended.
+"""How soon a failure is reported, until the output names its cause and until all have ended; how soon others go on.
 
 Two ranks run a loop. In the middle of it rank 1 prints the time, and fails. Whether a report is right in all its parts,
 and whether anything is left behind, is for tests/e2e.
@@ -86,3 +86,39 @@ def test_failure(compare: Compare, tmp_path: Path, failure: str) -> None:
     rounds = FAILURES[failure][2]
     compare(f"a rank {failure}", failing, failure, script, all_ended, ranks=0, rounds=rounds, warm_up=1)
     compare.note(all_ended_seconds=statistics.median(all_ended))
+
+
+GOES_ON = """
+import os, signal, time, numpy as np, gradsync as gs
+comm = gs.init_process_group()
+try:
+    for step in range(2000):
+        if step == 100 and comm.rank == 1:
+            print("fails at", time.monotonic(), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.all_reduce(np.ones(1000, np.float32))
+except gs.RankFailed:
+    comm = gs.rebuild()
+    comm.all_reduce(np.ones(1000, np.float32))
+    print("goes on at", time.monotonic(), flush=True)
+"""
+
+
+def going_on(_: str, script: Path) -> Step:
+    command = [sys.executable, "-m", "gradsync", "run", "-n", "4", "--min-ranks", "3", str(script)]
+
+    def step() -> float:
+        output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
+        failed, goes_on = (re.findall(rf"^\[.*{what} at (\S+)", output, re.MULTILINE) for what in ("fails", "goes on"))
+        assert len(goes_on) == 3, output
+        return max(map(float, goes_on)) - float(failed[0])
+
+    return step
+
+
+@contenders("gs.rebuild")
+def test_going_on(compare: Compare, tmp_path: Path) -> None:
+    """Until the next all-reduce of the other three."""
+    script = tmp_path / "goes_on.py"
+    script.write_text(GOES_ON)
+    compare("one of four ranks is killed", going_on, script, ranks=0, rounds=20, warm_up=1)
