@@ -115,7 +115,7 @@ def step_of_gpt2(contender: str, *, few: bool) -> Step:
         from transformers import GPT2Config, GPT2LMHeadModel
     except ImportError:
         raise systems.Absent(f"{systems.NO_TORCH}; then pip install transformers") from None
-    from torch_loop import synchronise
+    from torch_loop import copy_results, synchronise
 
     torch.set_num_threads(1)
     torch.manual_seed(systems.comm().rank)
@@ -124,15 +124,17 @@ def step_of_gpt2(contender: str, *, few: bool) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if contender == "DDP":
         systems.gloo()
-        called, backward = torch.nn.parallel.DistributedDataParallel(model), nullcontext
+        called, sync = torch.nn.parallel.DistributedDataParallel(model), None
     else:
-        called, backward = model, synchronise(model).backward
+        called, sync = model, synchronise(model)
 
     def step() -> None:
         optimizer.zero_grad()
         loss = called(tokens, labels=tokens).loss
-        with backward():
+        with nullcontext() if sync is None else sync.backward():
             loss.backward()
+        if sync is not None:
+            copy_results(model, sync)
         optimizer.step()
 
     step()

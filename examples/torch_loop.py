@@ -9,17 +9,25 @@ from torch import nn
 import gradsync as gs
 
 
-def synchronise(model):
+def synchronise(model, **options):
     """Gives the model rank 0's parameters and buffers; returns the callback that averages its gradients."""
     gs.broadcast_tree({name: value.numpy() for name, value in model.state_dict().items()})  # written in place
-    sync = gs.AllreduceCallback("mean")
-    for name, parameter in model.named_parameters():
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    arrays = {name: parameter.detach().numpy() for name, parameter in trained.items()}
+    sync = gs.AllreduceCallback("mean", parameters=arrays, **options)
+    for name, parameter in trained.items():
 
         def hand_over(parameter, name=name):
-            sync(name, parameter.grad.numpy())  # .numpy() shares the memory, so .grad gets the mean
+            sync(name, parameter.grad.numpy())  # PyTorch wants None from a hook, so do not return the future
 
         parameter.register_post_accumulate_grad_hook(hand_over)
     return sync
+
+
+def copy_results(model, sync):
+    """Gives each .grad the mean over all ranks; also where this rank had none, and the optimiser would skip it."""
+    for name, mean in sync.results().items():
+        model.get_parameter(name).grad = torch.as_tensor(mean)  # shares the memory
 
 
 def make_model():
@@ -34,8 +42,9 @@ def train(model, sync, steps, rank):
         optimizer.zero_grad()
         logits = model(points)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, inside)
-        with sync.backward():  # at the end of the block, all .grad have the mean over all ranks
+        with sync.backward():  # at the end of the block, all gradients are averaged
             loss.backward()
+        copy_results(model, sync)
         optimizer.step()
         if rank == 0 and step % 50 == 0:
             right = ((logits > 0) == (inside > 0)).float().mean()

@@ -344,3 +344,46 @@ def test_loops_of_other_libraries_learn(run, library, name):
     losses = losses_in(run(2, name))
     assert losses[0] > 0.6
     assert losses[-1] < 0.35
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(3, fresh=True)
+def test_a_torch_model_is_that_of_one_process_where_ranks_lack_gradients(comm):
+    """Each rank uses another layer; then rank 1 has no batch. One layer is frozen."""
+    torch = pytest.importorskip("torch")
+    sys.path[:0] = [str(EXAMPLES)]
+    from torch_loop import copy_results, synchronise
+
+    torch.set_num_threads(1)
+    samples = torch.randn(20, comm.world_size, 4, 3, generator=torch.Generator().manual_seed(7)).double()
+
+    def make(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in ("all", "even", "odd", "frozen")}).double()
+        model["frozen"].requires_grad_(False)
+        return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
+
+    def loss_of(model, batch, layers):
+        return sum(model[name](model["frozen"](batch)).square().mean() for name in layers)
+
+    for missing, layers_of in (
+        ("zero", [("all", "odd" if rank % 2 else "even") for rank in range(comm.world_size)]),
+        ("error", [() if rank == 1 else ("all", "even", "odd") for rank in range(comm.world_size)]),
+    ):
+        model, optimizer = make(comm.rank)
+        sync, layers = synchronise(model, missing=missing), layers_of[comm.rank]
+        alone, optimizer_alone = make(0)
+        for batches in samples:
+            optimizer.zero_grad()
+            with sync.backward(weight=len(layers)):
+                if layers:
+                    loss_of(model, batches[comm.rank], layers).backward()
+            copy_results(model, sync)
+            optimizer.step()
+            optimizer_alone.zero_grad()
+            losses = [loss_of(alone, *of_rank) for of_rank in zip(batches, layers_of, strict=True) if of_rank[1]]
+            (sum(losses) / len(losses)).backward()
+            optimizer_alone.step()
+        gs.check_consistency({name: value.numpy() for name, value in model.state_dict().items()})
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-12, atol=1e-14)
