@@ -1,8 +1,7 @@
-"""Starts and ends the process group: joins the ranks of the world, and makes the world's communicator.
+"""Starts, rebuilds and ends the process group: joins the ranks of the world, and makes the world's communicator.
 
-This module holds the rendezvous client, and the rendezvous server if this rank hosts it. communicators/world.py holds
-the world's communicator. backend_choice.py chooses the backend, and rendezvous/hosting.py chooses the address of the
-rendezvous server.
+The rendezvous client is here, and the server if this rank hosts it. communicators/world.py has the world's
+communicator. backend_choice.py chooses the backend, and rendezvous/hosting.py the server's address.
 """
 
 from __future__ import annotations
@@ -117,41 +116,42 @@ def init_process_group(
     allow_shared_gpu: bool = False,
     **removed: NoReturn,  # so that type checkers refuse misspelt arguments
 ) -> Communicator:
-    """Joins the other ranks and makes the world's communicator. Every rank must call this function.
+    """Joins the other ranks, and makes the world's communicator. Every rank must call it.
 
-    The result can be used in a `with` statement. The end of the `with` block destroys the process group. If an
-    exception leaves the block, gradsync reports it to the other ranks, which then fail too. gradsync does not report
-    PlanMismatch, because the other ranks raise this error themselves.
+        with gs.init_process_group() as comm:
+            ...
+
+    The end of the `with` block destroys the process group. An exception that leaves it is told to the other ranks,
+    which then fail too; except PlanMismatch, which they raise themselves.
 
     Args:
-        backend: "auto", "nccl", "shm", "mpi" or "local". "auto" means "nccl" if each rank has a GPU. Otherwise "auto"
-            means "local" for a world of one rank, "shm" if all ranks are on one host, and "mpi" if mpiexec or srun has
-            started the ranks on several hosts. gradsync logs which backend it has chosen for "auto", and why. Within
-            gs.override_backend(name), "auto" means the backend `name`; elsewhere, "auto" means the value of
-            GRADSYNC_BACKEND, if this variable is set.
-        rank: this process's rank, 0 to world_size - 1. If rank and world_size are None, gradsync reads both from the
-            environment. If no variable suggests a launcher, `address` is None and the backend is "auto", then gradsync
-            makes a world of one rank, and logs a warning.
+        backend: "auto", "nccl", "shm", "mpi" or "local". "auto" is "nccl" if each rank has a GPU; else "local" for a
+            world of one rank, "shm" if all are on one host, and "mpi" if mpiexec or srun has started ranks on several.
+            The log says which, and why. Within gs.override_backend(name) it is `name`; elsewhere GRADSYNC_BACKEND, if
+            that is set.
+        rank: this process's rank, 0 to world_size - 1. Without rank and world_size, the launcher's variables say both.
+            Where there are none, and neither `address` nor a backend is passed, it is a world of one rank, and a line
+            of the log says so.
         world_size: the number of ranks.
-        address: the address, as host:port, at which rank 0 hosts the rendezvous server. If None, the ranks find the
-            server through environment variables, through MPI, or through a file on this machine.
-        device: the device of the arrays: "cpu", "cuda" or "cuda:N", where N is the GPU's number in this process. With
-            the backend "auto", a CUDA device selects "nccl". If None or "cuda", "nccl" takes the visible GPU whose
-            number is the local rank, or the only GPU in CUDA_VISIBLE_DEVICES. The GPU becomes CuPy's current device.
-        timeout_seconds: how long this rank waits for the other ranks to join, and then to connect.
-        collective_timeout_seconds: how long a collective waits for a rank. If the variable
-            GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS is set, its value takes precedence.
-        allow_shared_gpu: whether several ranks may use one GPU through NCCL. Ranks on a shared GPU are slow, so this is
-            only for tests. The variable GRADSYNC_ALLOW_SHARED_GPU=1 has the same effect.
+        address: host:port, at which rank 0 hosts the rendezvous server. None: variables, MPI or a file on this machine
+            tell where the server is.
+        device: of the arrays: "cpu", "cuda" or "cuda:N", the GPU's number in this process. With the backend "auto" a
+            CUDA device means "nccl". For None and "cuda", it is the visible GPU whose number is the local rank, or the
+            only one in CUDA_VISIBLE_DEVICES. The GPU becomes CuPy's current device.
+        timeout_seconds: how long this rank waits for the others to join, and then to connect.
+        collective_timeout_seconds: how long a collective waits for a rank; GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS takes
+            precedence.
+        allow_shared_gpu: whether several ranks may use one GPU over NCCL, slowly: for tests, as
+            GRADSYNC_ALLOW_SHARED_GPU=1.
 
     Returns:
         The world's communicator; gs.get_communicator() returns it too.
 
     Raises:
-        InvalidArgument: the process group is initialised already, no rank is known, an argument or variable is invalid,
+        InvalidArgument: the process group is initialised already, no rank is known, an argument or variable is wrong,
             or the ranks ask for different backends.
         TypeError: an argument has an unknown name.
-        BackendUnavailable: the backend cannot connect these ranks; the error message says why.
+        BackendUnavailable: the backend cannot connect these ranks, and why.
         AuthenticationError, RendezvousTimeout, RendezvousError, RankFailed: the ranks could not join.
         NcclError, MpiError, CollectiveTimeout: the ranks could not connect over NCCL or MPI.
     """
@@ -295,12 +295,11 @@ def rank_at_launch(rank: int) -> int:
 def destroy_process_group() -> None:
     """Leaves the process group, and closes all its groups. A second call does nothing.
 
-    A later init_process_group() makes a new process group. A rank that hosts the rendezvous server hosts this server
-    until the process of the rank ends.
+    A later init_process_group() makes a new one. Who hosts the rendezvous server does so until its process ends.
 
     Raises:
-        InvalidArgument: some gradients were never reduced, because the program did not end the backward pass with
-            flush() or `with callback.backward()`, and no exception is on its way. This rank has left the process group.
+        InvalidArgument: gradients were handed over and never reduced, by flush() or the end of `with
+            callback.backward()`, and no exception is on its way. This rank has left all the same.
     """
     global _settings, _launched
     communicator = get_initial_world()
@@ -321,7 +320,7 @@ def destroy_process_group() -> None:
 
 
 def is_initialized() -> bool:
-    """Returns whether there is a process group: after init_process_group(), until destroy_process_group()."""
+    """Whether there is a process group: after init_process_group(), until destroy_process_group()."""
     return get_world() is not None
 
 
@@ -341,24 +340,23 @@ def new_group(ranks: Iterable[int]) -> Communicator | NonMember:
         ranks: the members' ranks in the world, in any order.
 
     Returns:
-        The communicator of the group; on a rank that is not a member, a NonMember, whose truth value is False.
+        The group's communicator; on a rank that is no member a NonMember, which is false.
 
     Raises:
         InvalidArgument: the process group is not initialised, or `ranks` is wrong, see Communicator.new_group.
-        RendezvousTimeout, RankFailed, BackendUnavailable, CommunicatorClosed, NcclError, ...: the group cannot be made,
-            see Communicator.new_group.
+        RendezvousTimeout, RankFailed, BackendUnavailable, ...: it cannot be made, see Communicator.new_group.
     """
     return group_or_world(None, "new_group").new_group(ranks)
 
 
 def is_distributed() -> bool:
-    """Returns whether this process is one of several ranks."""
+    """Whether this process is one of several ranks."""
     communicator = get_world()
     return communicator is not None and communicator.world_size > 1
 
 
 def group_barrier(communicator: Communicator | None = None) -> None:
-    """Waits until every rank has called this function; returns immediately without a process group.
+    """Waits until every rank has called it; returns at once without a process group.
 
     Args:
         communicator: the communicator of the ranks; None means the world communicator.
@@ -379,15 +377,14 @@ def place_on_machine() -> tuple[int, int]:
 def synchronized(func: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Decorates a function so that ranks wait for each other after each call, for example after a download of data.
 
-    Every rank must call the decorated function. With one rank, or without a process group, there is no barrier. If the
-    function raises an exception, this rank does not wait. The other ranks wait until their deadline, or until this rank
-    leaves the process group or calls a different collective. Then they raise an error.
+    Every rank must call it. With one rank, or without a process group, nobody waits. If it raises on a rank, that rank
+    does not wait, and the others raise an error: at their deadline, or once it leaves or calls another collective.
 
     Args:
-        func: the function to decorate.
+        func: the function.
 
     Returns:
-        The decorated function; it returns the result of `func`.
+        The decorated function; it returns what `func` does.
 
     Raises:
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: the barrier failed.
@@ -405,13 +402,12 @@ def synchronized(func: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
 @contextlib.contextmanager
 def override_backend(name: str) -> Iterator[Communicator | None]:
-    """Replaces the world's backend within a `with` block.
+    """Replaces the world's backend within a `with` block. Blocks may be nested.
 
-    Within the block, init_process_group("auto") uses the backend `name`. If the process group exists already, every
-    rank must enter the block. Within the block gs.WORLD, gs.get_communicator() and `group=None` then mean a
-    communicator of all ranks over the backend `name`. This is the world's own communicator, if it has this backend.
-    Otherwise gradsync makes the communicator in the first block for `name`, and keeps it until destroy_process_group().
-    Blocks may be nested.
+    In it, init_process_group("auto") uses the backend `name`. If there is a process group already, every rank must
+    enter the block, and gs.WORLD, gs.get_communicator() and `group=None` mean a communicator of all ranks over `name`:
+    the world's own if it has this backend, else one that the first block makes, and that stays until
+    destroy_process_group().
 
     Args:
         name: "nccl", "shm", "mpi" or "local".
@@ -421,13 +417,11 @@ def override_backend(name: str) -> Iterator[Communicator | None]:
 
     Raises:
         InvalidArgument: the backend is unknown, or is "local" for several ranks.
-        BackendUnavailable: the backend cannot connect these ranks. All ranks raise this error, and the process group
-            stays usable.
-        CommunicatorClosed: an earlier block has made the communicator, and this communicator was closed or aborted, or
-            has failed.
+        BackendUnavailable: the backend cannot connect these ranks. All raise it, and the process group stays usable.
+        CommunicatorClosed: an earlier block has made the communicator, and it was closed or aborted, or has failed.
         RendezvousTimeout, RankFailed: a rank did not enter the block, or died. The process group has failed.
-        BackendUnavailable, NcclError, MpiError, CollectiveTimeout: the ranks could not connect, although they had
-            agreed on the backend. The process group has failed.
+        BackendUnavailable, NcclError, MpiError, CollectiveTimeout: the ranks agreed on the backend, and could not
+            connect. The process group has failed.
     """
     if name not in TABLE:
         raise InvalidArgument(f"unknown backend {name!r}: use one of {', '.join(TABLE)}")
@@ -496,8 +490,7 @@ def _world_over(backend: str) -> Communicator | None:
     if sibling is None:
         sibling = _siblings[backend] = _connect_sibling(backend, world, settings)
         world.adopt(sibling)
-    # gradsync does not replace a closed communicator: a rank that does not know yet that the communicator is closed
-    # would not help to make a new communicator.
+    # A closed one is not replaced: a rank that does not know yet that it is closed would not help.
     if sibling.closed:
         raise CommunicatorClosed(
             f"{world.label}: override_backend({backend!r}): its communicator cannot be used any more: "

@@ -200,7 +200,7 @@ class AllreduceCallback:
         raise TypeError("an AllreduceCallback cannot be copied or pickled: make another one, with a name of its own")
 
     def gradient_buffers(self) -> Any:
-        """Returns arrays inside the buckets, one for each gradient, so that gradsync need not copy gradients into them.
+        """Returns arrays inside the buckets, one for each gradient, so that none need be copied there.
 
             buffers = sync.gradient_buffers()
             with sync.backward():
@@ -211,16 +211,15 @@ class AllreduceCallback:
         over. Another array is copied into its bucket, and the result is in the bucket. The mapping is read-only: write
         `buffers["w"][...] = gradient`.
 
-        After the communicator is closed, the arrays stay valid, but gradsync cannot reduce them any more. Arrays that
-        an earlier call returned are treated like any other array: gradsync copies them.
+        After the communicator is closed, you can read the arrays, but not reduce them. Those of an earlier call are
+        copied, as any other array.
 
         Returns:
-            A read-only mapping of names to arrays, or a list of arrays, like the option `parameters`. All elements are
-            zero.
+            A read-only mapping of names to arrays, or a list of arrays, as in `parameters`; all zeros.
 
         Raises:
-            InvalidArgument: the callback was constructed without gradient_as_bucket_view, the call is in the middle of
-                a step, or there is no process group.
+            InvalidArgument: the callback has no gradient_as_bucket_view, a step has begun, or there is no process
+                group.
             BackendUnavailable: there is not enough memory for the buckets.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
         """
@@ -238,7 +237,7 @@ class AllreduceCallback:
         return [views[key] for key in map(key_of, step.parameters)]
 
     def register_hook(self, hook: BucketHook | None) -> None:
-        """Registers a hook that reduces the buckets, instead of an all-reduce.
+        """Has a hook reduce the buckets, in place of an all-reduce.
 
             def in_half_precision(bucket):
                 small = bucket.buffer.astype("float16")
@@ -247,18 +246,17 @@ class AllreduceCallback:
 
             sync.register_hook(in_half_precision)
 
-        At the end of a step gradsync calls the hook with each bucket, a gradsync.bucketing.bucket.GradientBucket:
-        `buffer` is a flat array of the bucket's gradients, `op` is "sum" or "mean". The hook leaves the reduced values
-        in `buffer`. In a step with unequal weights the values are weighted already, and `op` is "sum". Every rank must
-        register a hook, between steps, and the hooks of all ranks must call the same collectives. If a hook raises an
-        error, the step ends as with any other error. On a GPU, the hook works on the current stream.
-        examples/hooks.py has some hooks.
+        At the end of a step the hook is called with each bucket, a gradsync.bucketing.bucket.GradientBucket: `buffer`
+        is a flat array of its gradients, and `op` is "sum" or "mean". The hook leaves the reduced values in `buffer`.
+        In a step with unequal weights the values are weighted already, and `op` is "sum". Every rank must register a
+        hook, between steps, and the hooks of all ranks must call the same collectives. An error in a hook ends the
+        step, as any other. On a GPU a hook works on the current stream. examples/hooks.py has some.
 
         Args:
-            hook: a function of one argument; None restores the all-reduce.
+            hook: a function of one argument; None brings the all-reduce back.
 
         Raises:
-            InvalidArgument: the call is in the middle of a step, or the hook is not a function.
+            InvalidArgument: a step has begun, or the hook is no function.
         """
         self._check_between_steps("register_hook()")
         if hook is not None and (isinstance(hook, type) or not callable(hook)):
@@ -269,7 +267,7 @@ class AllreduceCallback:
     def norm(self) -> float | None:
         """The norm of the last step's reduced gradients, before they were clipped.
 
-        The norm is None without clip_norm, before the first step, and after a step that failed or had no gradients.
+        None without clip_norm, before the first step, and after one that failed or had no gradients.
         """
         return self._step.norm
 

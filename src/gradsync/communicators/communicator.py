@@ -30,32 +30,29 @@ if TYPE_CHECKING:
 class Communicator(Collectives):
     """A fixed group of ranks that run collectives together.
 
-    Only one thread at a time may run a collective of a communicator. If a collective fails after it has begun (a rank
-    died, a deadline passed, Ctrl-C), the communicator is broken for all its ranks: each rank raises an error in its
-    current or next collective, and CommunicatorClosed in the later ones. After PlanMismatch it stays usable.
+    Only one thread at a time may run a collective of a communicator. If one fails after it has begun (a rank died, a
+    deadline passed, Ctrl-C), the communicator is broken for all: each rank raises an error in its current or next
+    collective, and CommunicatorClosed in the later ones. After PlanMismatch it stays usable.
 
     Args:
-        backend: the backend, which moves the bytes. The communicator owns the backend. When the communicator ends, it
-            releases the backend.
+        backend: moves the bytes. It belongs to the communicator, which releases it at its end.
 
     Attributes:
-        rank: this process's number in the communicator, 0 <= rank < world_size.
-        world_size: the number of ranks of the communicator.
-        ranks: for each rank of this communicator its rank in the world. Errors name failed and missing ranks by their
-            ranks in the world.
+        rank: this process's number in the communicator, from 0.
+        world_size: the number of its ranks.
+        ranks: the rank in the world of each of them; errors name ranks by these.
         label: this rank's name in errors, e.g. "rank 1/4".
-        backend: the backend's name: "local", "shm", "nccl" or "mpi".
-        device: the device on which the collectives run: "cpu", or a CUDA device such as "cuda:0".
+        backend: "local", "shm", "nccl" or "mpi".
+        device: where the collectives run: "cpu", or a CUDA device such as "cuda:0".
         member: this process's rank at launch, which stays when gs.rebuild() numbers the ranks of the world anew.
         most_advanced: of the world's communicator after gs.rebuild(): the rank, or one of those, with the most steps;
             else 0. Broadcast the state of the training from it.
         completed_steps: the number of flushes that callbacks have completed, since the start of the ranks. A rank that
             joins later, or is behind, has the number of the others only when it has completed one with them: until then
             it may not have their state.
-        recorder: the flight recorder: this rank's last collectives and messages on this communicator.
-            `print(comm.recorder)` shows them.
-        on_exit: a function that the end of a `with` block calls, with its exception or None, instead of close() or
-            abort(); None if there is none. The process group sets it.
+        recorder: the flight recorder, with this rank's last collectives and messages: `print(comm.recorder)`.
+        on_exit: what the end of a `with` block calls, with its exception or None, in place of close() or abort(); None:
+            nothing. The process group sets it.
     """
 
     device: str = "cpu"
@@ -127,7 +124,7 @@ class Communicator(Collectives):
 
     @cached_property
     def tagged(self) -> TaggedMessages:
-        """The messages with tags. For gradsync's own use: gradsync.mpi is their face."""
+        """The messages with tags, for gradsync.mpi."""
         from gradsync.communicators.tagged import TaggedMessages
 
         return TaggedMessages(self)
@@ -140,35 +137,31 @@ class Communicator(Collectives):
         return CommunicatorTree(self.recorder.group)
 
     def new_group(self, ranks: Iterable[int]) -> Communicator | NonMember:
-        """Makes a group of some ranks of this communicator. The members keep their order in this communicator.
-
-        Only the members need to call new_group. All members must pass the same ranks, in any order. If several ranks
-        are members of the same two groups, these ranks must make the two groups in the same order. These ranks must
-        also call the collectives of the two groups in the same order.
-
-        Keep a reference to the group while any rank uses it. Close a group by its method close() when it is not needed
-        any more; the end of the process group closes the other groups. This is most important with MPI, which allows
-        about 2,000 open groups. A group that is deleted in Python, but not closed, still counts there.
+        """Makes a group of some ranks of this communicator, in their order here.
 
             group = comm.new_group([0, 2])
             if group:
                 group.all_reduce(array)
 
+        Only the members need to call it, all with the same ranks. Ranks that are together in two groups make both in
+        the same order, and call the collectives of both in the same order.
+
+        Keep a reference to the group while any rank uses it, and close() it when it is not needed any more; the end of
+        the process group closes the others. MPI allows about 2,000 open groups, and counts those that Python has
+        deleted but nobody has closed.
+
         Args:
-            ranks: the members' ranks in this communicator, in any order: new_group([2, 0]) makes a group in which rank
-                0 is 0 and rank 2 is 1. `split` can number them otherwise.
+            ranks: the members' ranks in this communicator, in any order: in new_group([2, 0]) rank 0 is 0, and rank 2
+                is 1. `split` can number them otherwise.
 
         Returns:
-            The group. On a rank that is not a member, the result is a NonMember, which is false in `if group:` but is
-            not None.
+            The group. A rank that is no member gets a NonMember, which is false in `if group:`, but not None.
 
         Raises:
-            InvalidArgument: `ranks` is empty, contains a rank twice, or contains a number that is not a rank of this
-                communicator; or a done-callback calls new_group.
-            RendezvousTimeout: a member did not call new_group within the time limit of this communicator's collectives.
-                The error message names the missing members.
-            RankFailed, CollectiveTimeout, BackendUnavailable, NcclError, MpiError: the group cannot be made. If one of
-                these errors occurs on one member, new_group fails on all members.
+            InvalidArgument: `ranks` is empty, or has a rank twice or one that is not here; or a done-callback calls it.
+            RendezvousTimeout: a member did not call it before the deadline of collectives; the error names it.
+            RankFailed, CollectiveTimeout, BackendUnavailable, NcclError, MpiError: the group cannot be made; all
+                members fail.
             CommunicatorClosed: this communicator was closed or aborted, or has failed.
             RendezvousError: the connection to the rendezvous server was lost.
         """
@@ -183,14 +176,11 @@ class Communicator(Collectives):
         """Divides the ranks into groups, one for each color, like MPI_Comm_split. Every rank must call it.
 
         Args:
-            color: a signed 64-bit integer. Ranks with the same color join the same group. If `color` is None, this rank
-                joins no group.
-            key: a signed 64-bit integer. A group numbers its ranks by ascending key. Ranks with equal keys keep their
-                order in this communicator.
+            color: ranks of one color, a signed 64-bit integer, join one group. None: this rank joins none.
+            key: a group numbers its ranks by this signed 64-bit integer, and those of equal keys in their order here.
 
         Returns:
-            The group of this rank's color. If `color` is None, the result is a NonMember, which is false in `if group:`
-            but is not None.
+            The group of this rank's color; for None a NonMember, which is false in `if group:`, but not None.
 
         Raises:
             InvalidArgument: `color` or `key` is not a signed 64-bit integer.
@@ -208,8 +198,7 @@ class Communicator(Collectives):
     def split_by_machine(self) -> Communicator:
         """Divides the ranks into groups, one for each machine. Every rank must call it.
 
-        Containers with their own pid namespaces count as different machines, because their processes cannot see each
-        other.
+        Containers with pid namespaces of their own count as machines: their processes cannot see each other.
 
         Returns:
             The group of the ranks on this rank's machine.
@@ -223,10 +212,7 @@ class Communicator(Collectives):
         return cast(Communicator, self.split(machine - 2**63))  # not a NonMember, because this rank passes a color
 
     def share_numbers(self, what: str, numbers: Sequence[int]) -> list[list[int]]:
-        """All-gathers a list of 64-bit integers for the method `what`; returns the list of each rank, in rank order.
-
-        For gradsync's own use. Every rank must call it, with lists of equal length.
-        """
+        """All-gathers 64-bit integers, equally many on each rank, for the method `what`. For gradsync's own use."""
         agreement = agreement_on(what, (), None, "")
         self._backend.checked_stream(None, what)
         with self._lifetime.turn(what, agreement):
@@ -280,10 +266,9 @@ class Communicator(Collectives):
     def close(self) -> None:
         """Closes the communicator and frees its resources. A second call does nothing.
 
-        close() is not a collective. First it waits for this rank's messages that have not ended, until their deadline.
-        On NCCL it then waits up to 10 s for launched work, up to 10 s for the end of NCCL's communicator, and up to
-        10 s for done-callbacks. Apart from this, close() does not wait for other ranks. If another rank needs this rank
-        in a later collective, the other rank raises RankFailed.
+        It is no collective, and waits for this rank's messages only, until their deadline; on NCCL also for launched
+        work, the end of NCCL's communicator and done-callbacks, 10 s each at most. A rank that needs this one in a
+        later collective raises RankFailed.
         """
         if not self.closed:
             self._messages.wait_for_all()
@@ -312,7 +297,7 @@ class Communicator(Collectives):
             communicator._messages.wait_for_all(max(until - time.monotonic(), 0.0))
 
     def adopt(self, communicator: Communicator) -> None:
-        """Adds a communicator over the same ranks to this one's tree, so that close_tree() closes it too."""
+        """Adds a communicator over the same ranks to this one's tree: close_tree() closes it too."""
         communicator._tree = self._tree
         self._tree.add(communicator)
 
@@ -324,9 +309,8 @@ class Communicator(Collectives):
         """Ends the communicator for all ranks. The other ranks raise RankFailed in their current or next collective.
 
         Args:
-            reason: the reason that the errors on all ranks show, e.g. "ValueError in the backward pass".
-            culprit: the failed rank, by its number in the world; the errors of the other ranks name it. If `culprit` is
-                None, these errors name this rank.
+            reason: what the errors on all ranks say, e.g. "ValueError in the backward pass".
+            culprit: the world rank that they name; None: this rank.
         """
         self._lifetime.abort(reason, culprit)
 
@@ -352,20 +336,18 @@ class Communicator(Collectives):
 class Asynchronous(Collectives):
     """The collectives of `communicator.asynchronous`: each returns a CollectiveFuture of what the blocking one returns.
 
-    Every rank must call its collectives, blocking and asynchronous, in the same order. If an argument is wrong, the
-    call itself raises InvalidArgument or UnsupportedDtype. The future's result() and wait() raise the errors of the
-    collective; gradsync logs an error that no one reads. The program must not use a collective's arrays until its
-    future is done.
+    Every rank must call its collectives, blocking and asynchronous, in the same order. A wrong argument raises
+    InvalidArgument or UnsupportedDtype at once; all else is raised by the future's result() and wait(), or logged, if
+    nobody asks. Do not use a collective's arrays until its future is done.
 
-    On the CPU a collective runs within the call, and the future is done. Messages (send, recv, exchange) do not: they
-    are pending until this rank waits. Every blocking call on the communicator starts all pending messages, and moves
-    them on while it waits, so that programs of sends and receives in any legal order end. A call on another
-    communicator, also on a group of this one, does not.
+    On the CPU a collective runs within the call, and its future is done. Messages (send, recv, exchange) are pending
+    until this rank waits: every blocking call on the communicator starts them, and moves all on while it waits, so that
+    sends and receives in any legal order end. A call on another communicator, such as a group of this one, does not.
 
-    On a GPU the call launches the collective; if no stream is given, on the communicator's own stream, after the work
-    that is queued on the current stream. result() makes the current stream wait for it.
+    On a GPU the call launches the collective; without a stream on the communicator's own, after the work that is queued
+    on the current one. result() makes the current stream wait for it.
 
-    A done-callback must not call collectives: such a call raises InvalidArgument there.
+    A done-callback must not call collectives: there they raise InvalidArgument.
     """
 
     def __init__(self, communicator: Communicator) -> None:

@@ -42,15 +42,15 @@ _log = logging.getLogger("gradsync")
 class Lifetime:
     """The state of one communicator until its backend is released; also the context manager of each collective.
 
-    One context manager is enough, because collectives do not nest.
+    (Collectives do not nest, so one will do.)
 
     Args:
-        backend: the communicator's backend. Each collective is written to its flight recorder.
+        backend: the communicator's, whose flight recorder gets each collective.
 
     Attributes:
         label: this rank's name in errors.
-        ended_because: the reason why the communicator cannot be used; None while it can be used.
-        is_inherited: whether this process was forked, and the communicator belongs to the parent process.
+        ended_because: why the communicator cannot be used; None while it can.
+        is_inherited: whether this process was forked, and the communicator is the parent's.
         messages: the pending messages, which each collective starts first; None if there are none yet.
     """
 
@@ -88,8 +88,8 @@ class Lifetime:
 
         Args:
             what: the collective's name in errors.
-            agreement: the Agreement that describes this collective; None: it is not recorded. A collective first starts
-                the pending messages; a message starts them together with itself.
+            agreement: describes it; None: it is not recorded. A collective first starts the pending messages; a message
+                starts them together with itself.
 
         Raises:
             InvalidArgument: the caller is a done-callback. __enter__ raises it if another thread runs a collective.
@@ -190,7 +190,7 @@ class Lifetime:
         """Raises an error if the communicator has ended.
 
         Args:
-            what: the name, in errors, of the collective that was called.
+            what: the collective that was called.
 
         Raises:
             RankFailed, CollectiveTimeout, PlanMismatch, NcclError, RendezvousError: a failure found outside of a
@@ -237,7 +237,7 @@ class Lifetime:
     def _claim_end(
         self, because: str, announcement: tuple[str | None, int | None], *, closed_only: bool = False
     ) -> None:
-        """Sets the reason why the communicator runs no further collectives, unless it has ended already."""
+        """Sets why the communicator runs no further collectives, unless it has ended already."""
         with self._ending:
             if self.ended_because is None:
                 self._announcement = announcement  # set first: until it is sent, the backend is not released
@@ -245,7 +245,7 @@ class Lifetime:
                 self.ended_because = because
 
     def _announce(self) -> None:
-        """Tells the other ranks of the end, once. If Ctrl-C interrupts this method, call it again."""
+        """Tells the other ranks of the end, once. If Ctrl-C interrupts it, call it again."""
         with self._ending:
             if self._announcement is not None:
                 self._backend.announce(*self._announcement)
@@ -262,7 +262,7 @@ class Lifetime:
             self._holder.clear()
 
     def _release_when_idle(self) -> None:
-        """Releases the backend, once. If a thread is running a collective, that thread releases the backend later."""
+        """Releases the backend, once. If a thread runs a collective, that thread does it later."""
         mine = (get_ident(), sys._getframe())
         if self._holder.setdefault(None, mine) is mine:
             try:
@@ -278,10 +278,7 @@ class Lifetime:
             self._failure = None  # its traceback has frames, and they have arrays, and perhaps a callback of this group
 
     def _leave_group(self) -> None:
-        """Closes the rendezvous client of a group, so that this rank leaves the group. The world's client stays open.
-
-        When all members have left a group, the server removes the group's entries.
-        """
+        """Closes a group's rendezvous client; the world's stays open. The server forgets a group that all have left."""
         client = self._backend.client
         if client is not None and client.name == self._recorder.group:
             client.close()
