@@ -40,7 +40,7 @@ _start_method = "spawn"
 def set_start_method(method: str) -> None:
     """Sets the start method of `gs.launch`, and the default of `gs.launcher` and `gs.spawn`.
 
-    gradsync starts each rank as a fresh interpreter ("spawn"), whatever the method is.
+    Each rank is a fresh interpreter ("spawn"), whatever it is.
 
     Args:
         method: "spawn" (the default), "fork" or "forkserver". With "fork" and "forkserver" each launch logs a warning:
@@ -248,9 +248,9 @@ class WorkerError(GradsyncError, ProcessError):
 
     Attributes:
         msg: the failure in words, and the worker's traceback if there is one.
-        exitcode: the worker's exit code; -n if signal n killed the worker; None if gradsync could not kill the worker.
+        exitcode: the worker's exit code; -n if signal n killed it; None if it could not be killed.
         worker_id: the worker's rank.
-        results: a dictionary from rank to return value, for the workers that had sent their values.
+        results: the return values of the workers that had sent them, by rank.
     """
 
     exitcode: int | None = None

@@ -39,27 +39,26 @@ def launch(
 ) -> list[Any]:
     """Calls `func(args)`, or `func()` if `args` is (), in `nprocs` processes on this machine, and waits for them.
 
-    Each process gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment,
-    and the variables that `init_process_group()` needs. The function must call `init_process_group()` itself. The
-    environment of the calling process does not change. Each process is a fresh interpreter, so a script that calls
-    `launch` needs the `if __name__ == "__main__":` guard.
+    Each process has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, and
+    what `init_process_group()` needs, which the function calls itself. Each is a fresh interpreter, so the call belongs
+    under `if __name__ == "__main__":`.
 
     Args:
-        func: a function of any kind, also a lambda, a closure or a function of a notebook.
-        args: the single argument of the function, of any type that pickle or cloudpickle can pickle. For several
-            arguments write `gs.launch(functools.partial(func, a, b), nprocs=2)`.
+        func: any function, also a lambda, a closure or one of a notebook.
+        args: its single argument, which pickle or cloudpickle can pickle. For several arguments write
+            `gs.launch(functools.partial(func, a, b), nprocs=2)`.
         nprocs: the number of processes; by default one per visible GPU, or per usable core where there is no GPU.
-        master_addr: the value of MASTER_ADDR in the processes, for the function's own use.
-        master_port: the value of MASTER_PORT in the processes, for the function's own use; None means a free port.
+        master_addr: MASTER_ADDR in the processes, for the function's own use.
+        master_port: MASTER_PORT, likewise; None means a free port.
 
     Returns:
-        The return values, in the order of the ranks. The value is None, with a RuntimeWarning, for a process that exits
-        with code 0 before the function returns.
+        The return values, in rank order: None, with a RuntimeWarning, for a process that exits with code 0 before the
+        function returns.
 
     Raises:
-        InvalidArgument: `args` is a tuple of length 1: perhaps the caller means its item, as `gs.spawn` takes it. Other
-            reasons: the function or its argument cannot be pickled; a return value cannot be unpickled in this process;
-            `nprocs` is not a positive integer; an environment variable of gradsync is invalid; this process is a rank.
+        InvalidArgument: `args` is a tuple of length 1, perhaps meant as `gs.spawn` takes it; the function or its
+            argument cannot be pickled, or a return value not be unpickled here; `nprocs` is no positive integer; a
+            variable of gradsync is wrong; or this process is a rank.
         BackendUnavailable: the system is not Linux, or allows no more processes or open files.
         WorkerError: a worker failed, for example because the `__main__` guard is missing, or its return value cannot be
             pickled.
@@ -139,46 +138,42 @@ def launcher(
     *,
     start_method: str | None = None,
 ) -> Callable[..., Any]:
-    """Decorates a function, so that a call runs the function in `n_gpus` processes on this machine, one per rank.
+    """Decorates a function, so that a call runs it in `n_gpus` processes on this machine, with GPUs or without.
 
-    Write `@gs.launcher`, `@gs.launcher(n_gpus=2)`, or the call `gs.launcher(func, 2)`. In each rank, gradsync
-    initialises the process group before the function runs, and destroys the process group when the function has ended.
-    Each process is a fresh interpreter, so a script that calls the function needs the `if __name__ == "__main__":`
-    guard. gradsync starts processes and binds ports only during a call.
+        @gs.launcher(n_gpus=2)
+        def train(): ...
 
-    For a run on several machines, every machine calls the function with the same `world_size`, `master_ip` and `port`,
-    and its own `rank_start`. All ranks then wait for each other after they have joined the process group, and before
-    they leave it. The machine with rank_start 0 hosts the rendezvous server at `master_ip`:`port`. If other machines
-    can reach this address, every machine needs the secret of the run: in a file of mode 0600 whose path is in
-    GRADSYNC_SECRET_FILE, or in GRADSYNC_SECRET.
+    `@gs.launcher` and `gs.launcher(func, 2)` do, too. In each rank the process group is there before the function runs,
+    and ends after it. Each process is a fresh interpreter, so the call belongs under `if __name__ == "__main__":`.
+
+    On several machines each calls the function with the same `world_size`, `master_ip` and `port`, and its own
+    `rank_start`. All ranks wait for each other once they have joined, and before they leave. The machine with
+    rank_start 0 hosts the rendezvous server at `master_ip`:`port`. If others can reach this address, each machine needs
+    the secret of the run: in a file of mode 0600 whose path is in GRADSYNC_SECRET_FILE, or in GRADSYNC_SECRET.
 
     Args:
-        func: the function to decorate, also a lambda, a closure or a function of a notebook.
-        n_gpus: the number of processes on this machine; by default one per visible GPU. If there is no GPU, or
-            `device_type` is "cpu", the default is one per usable core. The default is at most `world_size` -
-            `rank_start`.
+        func: any function, also a lambda, a closure or one of a notebook.
+        n_gpus: the number of processes on this machine; by default one per visible GPU, or per usable core if there is
+            none or `device_type` is "cpu", and at most `world_size` - `rank_start`.
         world_size: the number of ranks in the run; by default `n_gpus`.
         rank_start: the rank of this machine's first process.
         master_ip: the address or name of the machine with rank_start 0; "localhost" is loopback.
-        port: the port of the rendezvous server; 0 chooses a free port, and is allowed only on the machine with
-            rank_start 0.
-        device_type: the type of the devices, "auto", "cpu" or "gpu". If `backend` is "auto", "cpu" selects shm and
-            "gpu" selects nccl.
-        backend: the backend for `init_process_group`; "gloo", a backend of PyTorch, becomes "shm", with a warning.
+        port: of the rendezvous server; 0, a free one, only where rank_start is 0.
+        device_type: "auto", "cpu" or "gpu". If `backend` is "auto", "cpu" means shm, and "gpu" nccl.
+        backend: for `init_process_group`; "gloo", which is PyTorch's, becomes "shm", with a warning.
         start_method: "spawn", "fork" or "forkserver", which all do the same; see `gs.set_start_method`.
 
     Returns:
-        The decorated function. A call returns a list of the return values of this machine's ranks, in rank order.
-        The value is None, with a RuntimeWarning, for a process that exits with code 0 before the function returns. The
-        call raises InvalidArgument if the function or an argument cannot be pickled, or if a return value cannot be
-        unpickled. The call raises RankFailed if a rank fails, or if its return value cannot be pickled. The attributes
-        of this error are the rank, its exit code and traceback, and the return values of the ranks that had finished.
-        The call raises AuthenticationError if the secret is missing,
-        RendezvousError if the port is taken, and BackendUnavailable if the ranks cannot be started. Ctrl-C raises
-        KeyboardInterrupt. SIGTERM and SIGHUP raise SystemExit(128 + n), where n is the signal's number.
+        The decorated function. A call returns the return values of this machine's ranks, in rank order: None, with a
+        RuntimeWarning, for a process that exits with code 0 before the function returns. It raises RankFailed if a rank
+        fails or its return value cannot be pickled, with the rank, its exit code and traceback, and the return values
+        of ranks that had finished; InvalidArgument if the function or an argument cannot be pickled, or a return value
+        not be unpickled; AuthenticationError if the secret is missing, RendezvousError if the port is taken, and
+        BackendUnavailable if the ranks cannot be started; KeyboardInterrupt after Ctrl-C, and SystemExit(128 + n) after
+        SIGTERM and SIGHUP.
 
     Raises:
-        InvalidArgument: an argument is out of its range, or contradicts another argument.
+        InvalidArgument: an argument is out of its range, or contradicts another.
     """
     rank_start, port = check_integer("launcher", "rank_start", rank_start, 0), check_port("launcher", "port", port)
     n_gpus = None if n_gpus is None else check_integer("launcher", "n_gpus", n_gpus, 1)
@@ -249,7 +244,7 @@ def launcher(
 
 
 def _check_node(n_gpus: int | None, world_size: int | None, rank_start: int, master_ip: object, port: int) -> None:
-    """Checks that this node's ranks are within world_size, and that every node except the first has a port."""
+    """Checks that this node's ranks are within world_size, and that every node but the first has a port."""
     if not isinstance(master_ip, str) or not master_ip:
         raise InvalidArgument(f"launcher needs master_ip to be an address or a host's name, got {master_ip!r}")
     if rank_start > 0 and world_size is None:
@@ -283,8 +278,8 @@ def _secret_for(host: str) -> bytes | None:
 def _reference(function: Callable[..., Any]) -> tuple[str, str] | Callable[..., Any]:
     """Returns the module and name by which a rank can import the function; the function itself if there are none.
 
-    A decorator binds the function's name to the decorated version, so pickle cannot find the original function by this
-    name. A rank imports the decorated version and takes the original function from it.
+    The name is that of the decorated version, so pickle cannot find the original by it. A rank imports the decorated
+    one, and takes the original from it.
     """
     from gradsync.launching.calls import ranks_import_main
 
@@ -314,9 +309,9 @@ def call_in_group(
     Args:
         function: what `_reference` returns.
         backend: the backend for `init_process_group`.
-        has_others: whether other launchers have ranks too. Then no rank calls the function before all ranks have joined
-            the process group, and no rank leaves the process group before the function has returned in all ranks.
-        args, kwargs: the arguments of the function.
+        has_others: whether other launchers have ranks too. Then no rank calls the function before all have joined, and
+            none leaves before it has returned in all.
+        args, kwargs: the function's arguments.
 
     Raises:
         InvalidArgument: this rank finds no such function.
@@ -368,33 +363,31 @@ def spawn(
 ) -> MultiprocessContext:
     """Calls `func(*args)` in `nprocs` processes on this machine.
 
-    Each process gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment,
-    and the variables that `init_process_group()` needs, but not http_proxy and https_proxy. The function must call
-    `init_process_group()` itself. When a process fails, gradsync ends the other processes, unless only the return value
-    could not be sent. Each process is a fresh interpreter, so a script that calls `spawn` needs the `if __name__ ==
-    "__main__":` guard.
+    Each process has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, and
+    what `init_process_group()` needs, which the function calls itself; http_proxy and https_proxy are left out. When a
+    process fails, the others are ended, unless only its return value could not be sent. Each is a fresh interpreter, so
+    the call belongs under `if __name__ == "__main__":`.
 
     Args:
-        func: a function of any kind, also a lambda, a closure or a function of a notebook.
-        args: the function's positional arguments, of types that pickle or cloudpickle can pickle.
+        func: any function, also a lambda, a closure or one of a notebook.
+        args: its positional arguments, which pickle or cloudpickle can pickle.
         nprocs: the number of processes; -1 means one per entry of `gpus`; without `gpus`, one per visible GPU; without
             a GPU, or with the backend "shm", one per usable core.
-        join: whether to wait for all processes. If False, a thread watches the processes while the caller continues.
-        daemon: whether this program, at its end, ends the processes instead of waiting for them (only with
-            `join=False`).
+        join: whether to wait for all processes. If False, a thread watches them while the caller goes on.
+        daemon: whether this program, at its end, ends the processes and does not wait (only with `join=False`).
         **options: start_method: "spawn", "fork" or "forkserver", which all do the same; see `gs.set_start_method`.
-            gpus: the GPUs of the processes, one for each, such as "4,5"; if CUDA_VISIBLE_DEVICES is set, it must
-            contain these GPUs. ips: addresses of this machine. backend: the backend that `init_process_group("auto")`
-            uses; "auto" chooses the backend by the devices, and "gloo" means "shm". print_config: whether to print the
-            settings. These options are deprecated, and give a DeprecationWarning: selected_devices (use gpus),
-            cluster_node_ips and node_ip (use ips), started_port (the port of the rendezvous server), use_paddlecloud.
+            gpus: one for each process, such as "4,5", of those in CUDA_VISIBLE_DEVICES, if that is set. ips: addresses
+            of this machine. backend: what `init_process_group("auto")` uses; "auto" goes by the devices, and "gloo" is
+            "shm". print_config: whether to print the settings. Deprecated, with a DeprecationWarning: selected_devices
+            (use gpus), cluster_node_ips and node_ip (use ips), started_port (of the rendezvous server),
+            use_paddlecloud.
 
     Returns:
         A context with the processes, their results and errors, and the method `join(timeout)`.
 
     Raises:
-        InvalidArgument: an option is unknown or has a wrong value; the function or an argument cannot be pickled; an
-            environment variable of gradsync is invalid; or this process is a rank.
+        InvalidArgument: an option is unknown or has a wrong value; the function or an argument cannot be pickled; a
+            variable of gradsync is wrong; or this process is a rank.
         BackendUnavailable: the system is not Linux, or allows no more processes or open files.
         RankFailed: a process failed, for example because the `__main__` guard is missing, or its return value cannot be
             pickled (only with `join`). If an exception ended the process, the error's text is "Process 1 terminated
