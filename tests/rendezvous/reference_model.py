@@ -53,7 +53,6 @@ class Member:
     begun: int = 0  # collectives, as far as the server knows
     is_present: bool = True
     has_left: bool = False
-    is_lost: bool = False
 
 
 @dataclass(eq=False)
@@ -115,7 +114,7 @@ class World:
 
     def awaited(self) -> list[int]:
         """Returns who was in the world, is left, and has not come to rebuild it, by the ranks at launch."""
-        left = [member for _, member in self.running.present() if not member.is_lost]
+        left = [member for _, member in self.running.present()]
         return sorted(member.number for member in left if self.forming.seat(member.number) is None)
 
     def needed(self) -> int:
@@ -142,7 +141,7 @@ class Model:
         on_rebuilt: Any,
     ) -> None:
         self.worlds = {"": World(size, min_ranks)}
-        self.replaced: dict[int, Generation] = {}  # by connection: what it was in, before its world was rebuilt
+        self.replaced: dict[int, Generation] = {}  # by connection: what it was in, until the others went on without it
         self._send, self._close, self._state_of, self._machine, self._host = send, close, state_of, machine, host
         self._on_lost, self._on_rebuilt = on_lost, on_rebuilt
         self._now = self._looked_at = 0.0
@@ -236,11 +235,10 @@ class Model:
         is_refused = has_joined or size != world.size or not 0 <= number < size or not 0 <= min_ranks <= size
         for each in world.generations:
             seat = each.seat(number)
-            may_come = each is running and seat is not None and (is_rebuild or seat.is_lost)
-            is_refused |= seat is not None and seat.is_present and not may_come
+            is_refused |= seat is not None and seat.is_present and not (each is running and is_rebuild)
         if is_rebuild:
             seat = running.seat(number) if running else None
-            is_refused |= seat is None or running.number != last or not seat.is_present or seat.is_lost
+            is_refused |= seat is None or running.number != last or not seat.is_present
         open_ones = [each for each in world.generations if not each.number and each.seat(number) is None]
         generation = open_ones[0] if open_ones else Generation(world, size)
         if is_refused or generation.failure is not None:
@@ -410,15 +408,15 @@ class Model:
         world = generation.world
         is_awaited = generation is world.running and world.forming is not None and bool(world.forming.askers)
         joins = [wait for wait in generation.waits if wait.kind is Kind.JOIN and wait.rank == rank]
-        if member.is_lost or (generation.failure is not None and not is_awaited):
+        if generation.failure is not None and not is_awaited:
             return
         if self._drop(generation, rank):
             self._answer(joins[0], Status.REFUSED)
             self._close(member.connection)
             before = world.running.seat(rank)
-            self._give_up(world, before if before is not None and before.is_present else member)
+            self._give_up(world.running, before if before is not None and before.is_present else member)
         elif generation.failure is not None:
-            self._give_up(world, member)
+            self._give_up(generation, member)
         else:
             self._fail(generation, SILENT, rank)
             self._give_up_at_most_half(generation, [rank])
@@ -426,13 +424,15 @@ class Model:
     def _give_up_at_most_half(self, generation: Generation, ranks: list[int]) -> None:
         if len(ranks) <= generation.size / 2:
             for rank in ranks:
-                self._give_up(generation.world, generation.members[rank])
+                self._give_up(generation, generation.members[rank])
 
-    def _give_up(self, world: World, member: Member) -> None:
+    def _give_up(self, generation: Generation, member: Member) -> None:
         """Nobody waits for it any more; its launcher hears of that once."""
-        if member.is_present and not member.is_lost:
-            member.is_lost = True
-            if world is self.worlds.get(""):
+        if member.is_present:
+            member.is_present = False
+            self.replaced[member.connection] = generation
+            self._close(member.connection)
+            if generation.world is self.worlds.get(""):
                 self._on_lost(member.number)
 
     def _time_out(self, generation: Generation, wait: Request) -> None:

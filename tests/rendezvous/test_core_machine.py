@@ -58,8 +58,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.is_settled = True  # nothing has gone wrong yet
         self.out: tuple[Sent, Sent] = defaultdict(list), defaultdict(list)
 
-    @initialize(are_formed=st.booleans(), min_ranks=st.sampled_from([1, 1, 2, 3]))
-    def begin(self, are_formed: bool, min_ranks: int) -> None:
+    @initialize(
+        are_formed=st.booleans(), min_ranks=st.sampled_from([1, 1, 2, 3]), machines=st.sampled_from(["mmmm", "mmoo"])
+    )
+    def begin(self, are_formed: bool, min_ranks: int, machines: str) -> None:
         common: Any = {"machine": "m", "size": SIZES[""], "host": 0, "min_ranks": min_ranks}
         tell: list[Any] = [
             {
@@ -71,7 +73,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.core = self.core_class(self.hear, self.closing.append, str, self.state_of, **common, **tell[0])
         self.model = Model(self.note, lambda _: None, self.state_of, **common, **tell[1])
         for world in SIZES if are_formed else ():
-            self.join_all(world)
+            self.join_all(world, machines)
 
     def teardown(self) -> None:
         """Nobody waits beyond its deadline."""
@@ -101,11 +103,11 @@ class CoreMachine(RuleBasedStateMachine):
             self.join_by(self.seats[seat], other, 20_000, "m", SIZES[other[0]])
             self.quiet_steps = 0
 
-    @rule(world=st.sampled_from(list(SIZES)))
-    def join_all(self, world: str) -> None:
+    @rule(world=st.sampled_from(list(SIZES)), machines=st.sampled_from(["mmmm", "mmmm", "mooo", "mmoo"]))
+    def join_all(self, world: str, machines: str) -> None:
         for rank in range(SIZES[world]):
             if (world, rank) not in self.seats:
-                self.join((world, rank), 20_000, "m", "")
+                self.join((world, rank), 20_000, machines[rank], "")
 
     # Rebuilding.
 
@@ -161,6 +163,20 @@ class CoreMachine(RuleBasedStateMachine):
                 if rebuilds_by == "neither":
                     self.pass_time(0.5, None, 0)
         self.quiet_steps = 0
+
+    @quietly
+    @rule(seat=SEATS, other=RANKS, state=st.sampled_from("STZ"), comes=st.booleans())
+    def stop_after_a_death(self, seat: Seat, other: int, state: str, comes: bool) -> None:
+        """One dies, and another one is stopped before it comes to the rebuild, or while it waits there."""
+        stopped = seat[0], other
+        if seat in self.seats and stopped in self.seats and seat != stopped:
+            self.lose(self.seats[seat], False)
+            self.states[self.processes[self.seats[stopped]]] = state
+            if comes:
+                self.rebuild(stopped, 3, 20_000, "m", "")
+            self.rebuild_all(seat[0], other, 0, None)
+            self.pass_time(10, stopped, 0)
+            self.quiet_steps = 0
 
     @rule(kind=st.sampled_from([Kind.GET, Kind.LEAVE, Kind.BEAT, None]))
     def end_what_was_replaced(self, kind: Kind | None) -> None:

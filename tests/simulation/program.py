@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradsync.errors import GradsyncError
 from gradsync.rendezvous.client import RendezvousClient
 from simulation.scenario import Fault, Scenario, Step
 from simulation.system import System
@@ -133,7 +134,7 @@ class SimulatedRank:
         if self._scheduler.process.is_dead:
             return
         if self._client is not None:
-            with contextlib.suppress(Ended):
+            with contextlib.suppress(Ended, GradsyncError):
                 self._call("close", CLOSE_SECONDS, self._client.close)
         self.diary.is_finished = True
 
@@ -144,7 +145,7 @@ class SimulatedRank:
         try:
             call.value = function()
         except Exception as error:
-            call.error = _without_frames(error)
+            call.error = without_frames(error)
         call.ended = self._scheduler.now  # not where the process dies meanwhile
         self._scheduler.note(self._rank, name, type(call.error).__name__)
         if call.error is not None:
@@ -245,7 +246,7 @@ class SimulatedRank:
             self._scheduler.sleep(LOOK_SECONDS)
 
 
-def _without_frames(error: BaseException) -> BaseException:
+def without_frames(error: BaseException) -> BaseException:
     """Returns the error, which keeps nothing of the run alive any more."""
     link: BaseException | None = error
     while link is not None:

@@ -67,8 +67,17 @@ def play(
     server_class: type[RendezvousServer] = RendezvousServer,
 ) -> Outcome:
     """Plays the scenario of a seed; the same one every time."""
-    scenario = draw(seed)
-    system = System(seed, scenario.weather)
+    return play_scenario(draw(seed), Run, client_class, server_class)
+
+
+def play_scenario(
+    scenario: Any,
+    run_class: type[Run],
+    client_class: type[RendezvousClient],
+    server_class: type[RendezvousServer],
+) -> Any:
+    """Plays a scenario, and gives what came of it."""
+    system = System(scenario.seed, scenario.weather)
     loggers = [logging.getLogger(name) for name in ("gradsync.rendezvous", "asyncio")]
     were_disabled = [logger.disabled for logger in loggers]
     for logger in loggers:
@@ -77,7 +86,7 @@ def play(
     try:
         with _complaints() as complaints:
             with system.in_effect():
-                outcome = Run(system, scenario, client_class, server_class).play()
+                outcome = run_class(system, scenario, client_class, server_class).play()
             del system
             gc.collect(0)  # what the run has made
         if outcome.fault_at is None or not scenario.fault.hits_server:  # a killed server closes nothing
@@ -119,8 +128,11 @@ class Run:
         self._server_class = server_class
         self._server_process = system.new_process("server", scenario.machines[0])
         self._server_process.slowness_seconds = scenario.busy_seconds
+        self._begin()
+
+    def _begin(self) -> None:
         self._ranks, self._processes = self._new_ranks("rank")
-        self._outcome = Outcome(scenario, [rank.diary for rank in self._ranks])
+        self._outcome = Outcome(self._scenario, [rank.diary for rank in self._ranks])
 
     def play(self) -> Outcome:
         outcome, scheduler = self._outcome, self._scheduler

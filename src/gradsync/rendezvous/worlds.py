@@ -65,9 +65,8 @@ class Member:
         seen_at: when it last sent something, in monotonic seconds.
         came_at: when it joined, likewise.
         min_ranks: how many ranks it asks for at least, if it has come by gs.rebuild(); else None.
-        is_present: whether it is connected, and has not left.
+        is_present: whether it is connected, and has neither left nor been given up, nor has a rebuild taken its place.
         has_left: whether it has left, in order.
-        is_lost: whether it was found stopped, or missing when others had waited too long.
         begun: the number of collectives that it has begun, by group.
     """
 
@@ -80,7 +79,6 @@ class Member:
     min_ranks: int | None = None
     is_present: bool = True
     has_left: bool = False
-    is_lost: bool = False
     begun: dict[str, int] = field(default_factory=dict)
 
 
@@ -286,7 +284,7 @@ class Generation:
             if rank in self.late:
                 return "stopped waiting to join"
             if member is not None and member.is_present:
-                return "taken for dead" if member.is_lost else "runs, and has not called gs.rebuild()"
+                return "runs, and has not called gs.rebuild()"
             pid = self.world.pids.get(rank)
             if pid is not None and self._worlds.state_of(pid) == "T":
                 return f"not joined; its process {pid} is stopped: SIGSTOP?"
@@ -634,7 +632,7 @@ class Worlds:
             request = Request(self.send, connection, message.request, rank)
             if generation.members[rank].is_present:
                 handler(self, now, generation, request, *message.fields)
-            elif message.kind is Kind.LEAVE:  # its generation was replaced
+            elif message.kind is Kind.LEAVE:  # it was given up, or a rebuild has taken its place
                 self._close(connection)
             elif generation.failure is not None:
                 request.fail(generation.failure)
@@ -651,7 +649,7 @@ class Worlds:
             self._advance(now)
         elif place is not None:
             _, generation, rank = place
-            if not generation.members[rank].is_present:  # it was replaced
+            if not generation.members[rank].is_present:  # it was given up, or a rebuild has taken its place
                 return
             generation.members[rank].is_present = False
             who, when = generation.name(rank), generation.while_joining()
@@ -753,11 +751,9 @@ class Worlds:
             if member is None and not each.number:
                 generation = each
                 break
-            if member is None or not member.is_present or (each is running and (member.is_lost or last is not None)):
-                continue
-            if not refusal:
+            if member is not None and member.is_present and not (each is running and last is not None):
                 alive = f"rank {rank}/{size} has joined already and is alive ({each.phase})"
-                refusal = f"{alive}; each rank joins once"
+                refusal = refusal or f"{alive}; each rank joins once"
         if refusal:
             request.refuse(refusal)
             self._close(request.connection)
@@ -996,8 +992,8 @@ class Worlds:
 
     def _give_up(self, world: World, member: Member, why: str) -> None:
         """Lets nobody wait any more for a member, unless it has left."""
-        if member.is_present and not member.is_lost:
-            member.is_lost = True
+        if member.is_present:
+            member.is_present = False
             self._close(member.connection)  # also a sign for a launcher on another machine
             if world is self._worlds.get(""):
                 self._on_lost(member.number, why)
@@ -1021,7 +1017,7 @@ class Worlds:
             silent_seconds = now - member.seen_at
             if silent_seconds < SILENT_SECONDS or member.host or not member.pid:
                 continue
-            if member.is_lost or not member.is_present:
+            if not member.is_present:
                 continue
             is_awaited = generation is world.running and forming is not None and forming.is_asked_for
             if generation.failure is not None and not is_awaited:
@@ -1047,7 +1043,7 @@ class Worlds:
 def _left_of(running: Generation, forming: Generation) -> Iterator[int]:
     """Yields the numbers of those that are left of a generation, and have not asked for the next one."""
     for member in running.members.values():
-        if member.is_present and not member.is_lost and member.number not in forming.members:
+        if member.is_present and member.number not in forming.members:
             yield member.number
 
 
@@ -1074,7 +1070,7 @@ def _needed(world: World, running: Generation, forming: Generation) -> int:
 def _rebuild_refusal(running: Generation | None, rank: int, size: int, last: int) -> str:
     """Returns the reason to refuse a rank that wants to rebuild its world; "" if there is none."""
     member = None if running is None else running.member(rank)
-    if member is None or running is None or running.number != last or member.is_lost or not member.is_present:
+    if member is None or running is None or running.number != last or not member.is_present:
         return (
             f"rank {rank}/{size} was taken for dead, because it was stopped, did not come to a collective or has lost "
             "its connection, and the others go on without it: end this process"
