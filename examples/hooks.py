@@ -38,6 +38,7 @@ def bfloat16(bucket):
 #
 # Both classes keep what the compression has lost of a bucket, and add it to the bucket's gradients in the next step. So
 # the sum of the results over many steps is wrong by the error of one step only. Make one object for each callback.
+# gs.rebuild() calls reset(): a new rank has kept nothing, and what the ranks keep has to fit together.
 # Sources: Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy et al., "Error feedback
 # fixes SignSGD and other gradient compression schemes", ICML 2019.
 
@@ -62,6 +63,9 @@ class Int8:
 
     def __init__(self):
         self.lost = {}  # by the names of a bucket's gradients
+
+    def reset(self):
+        self.lost.clear()
 
     def __call__(self, bucket):
         xp, comm, size = module_of(bucket.buffer), bucket.communicator, bucket.buffer.size
@@ -96,6 +100,9 @@ class PowerSGD:
     def __init__(self, rank=4):
         self.rank = rank  # the number of columns of each factor; not the number of a process
         self.kept = {}  # by the names of a bucket's gradients: what was lost, and the right factor
+
+    def reset(self):
+        self.kept.clear()
 
     def __call__(self, bucket):
         xp, comm, size = module_of(bucket.buffer), bucket.communicator, bucket.buffer.size
