@@ -250,7 +250,8 @@ class AllreduceCallback:
         is a flat array of its gradients, and `op` is "sum" or "mean". The hook leaves the reduced values in `buffer`.
         In a step with unequal weights the values are weighted already, and `op` is "sum". Every rank must register a
         hook, between steps, and the hooks of all ranks must call the same collectives. An error in a hook ends the
-        step, as any other. On a GPU a hook works on the current stream. examples/hooks.py has some.
+        step, as any other. gs.rebuild() calls the method reset() of a hook that has one. On a GPU a hook works on the
+        current stream. examples/hooks.py has some.
 
         Args:
             hook: a function of one argument; None brings the all-reduce back.
