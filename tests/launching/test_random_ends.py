@@ -3,6 +3,7 @@
 ROUNDS=300 pytest -m slow tests/launching/test_random_ends.py: as many rounds of each.
 """
 
+import contextlib
 import os
 import random
 import re
@@ -27,6 +28,28 @@ TRAINS = """
                 sync("w", np.ones(50_000))
 """
 
+TRAINS_ON = """
+    import os, time
+    import numpy as np
+    import gradsync as gs
+    comm = gs.init_process_group()
+    sync = gs.AllreduceCallback("mean")
+    state, gradient = {"step": 0}, np.ones(1000)
+    while True:
+        try:
+            state = gs.broadcast_tree(state, root=comm.most_advanced)
+            if state["step"] == 100:
+                break
+            while state["step"] < 100:
+                with sync.backward():
+                    sync("w", gradient)
+                state["step"] += 1
+                time.sleep(0.005)
+        except (gs.RankFailed, gs.CollectiveTimeout):
+            comm = gs.rebuild()
+    os.write(1, f"{comm.member}: {state['step']} steps, {comm.world_size} ranks\\n".encode())
+"""
+
 
 @pytest.fixture
 def running(cli, script, seed):
@@ -49,6 +72,19 @@ def test_a_rank_that_is_killed_ends_all(running):
     assert time.monotonic() - began < 10
     blamed = re.search(r"^gradsync: rank \d \(pid (\d+) on \S+\) was killed by SIGKILL", err, re.M)
     assert int(blamed[1]) == victim
+
+
+def test_a_rank_that_dies_at_any_moment_from_its_start_on_is_replaced(cli, script, seed):
+    """One of its processes is killed: the rank, or its guard. While the ranks connect, the others fail with it."""
+    path = script(TRAINS_ON)
+    dice = random.Random(seed)
+    launcher = cli.start("run", "--no-prefix", "-n", 3, "--min-ranks", 2, "--respawn", 3, path)
+    time.sleep(dice.uniform(0.0, 1.2))
+    if processes := [pid for pid in cli.processes() if pid != launcher.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(dice.choice(processes), signal.SIGKILL)
+    code, out, err = launcher.result(60)
+    assert (code, out.count(": 100 steps, ")) in ((0, 2), (0, 3)), err
 
 
 def test_ctrl_c_ends_all(running):
