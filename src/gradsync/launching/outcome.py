@@ -157,12 +157,11 @@ class Outcome(NamedTuple):
 
     def describe_cause(self) -> str:
         """Returns the root cause (all ranks of `failed_alike`) and how it ended, in words; "" if no rank failed."""
-        root, alike = self.root_cause, self.failed_alike
+        root, alike = self.root_cause, sorted({rank.rank for rank in self.failed_alike})
         if root is None:
             return ""
         if len(alike) > 1:
-            ranks = name_ranks([rank.rank for rank in alike])
-            return f"{ranks} failed with the same error; this is the error of {root.name}"
+            return f"{name_ranks(alike)} failed with the same error; this is the error of {root.name}"
         return root.describe() + _how_to_see_where(root) + _because_of(root)
 
     @property
