@@ -275,9 +275,9 @@ def _summary(outcome: Outcome) -> str:
 
 def _too_few(outcome: Outcome) -> str:
     """Returns the lines that say why the other ranks did not go on, if they were to."""
-    if outcome.min_ranks is None:
+    if outcome.min_ranks is None or outcome.signal_number is not None:
         return ""
-    dead = [rank for rank in outcome.failures if not rank.was_asked_to_end]
+    dead = [rank for rank in outcome.failures if not rank.was_asked_to_end and rank.went_on_after is None]
     lines = [f"gradsync: {rank.describe()}\n" for rank in dead if rank.error is None and rank is not outcome.root_cause]
     if not outcome.rebuilds.number and any(rank.error is not None and rank.error.is_consequence for rank in dead):
         lines.append(
