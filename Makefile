@@ -34,7 +34,7 @@ $(BIN)/python:
 
 # A stamp for each set of tools, so that no target waits for what another needs.
 $(VENV)/.demo: $(INSTALLED) | $(BIN)/python
-	@echo "Installing gradsync and scikit-learn into $(VENV) (once, about 20 s) ..."
+	@echo "Installing gradsync and scikit-learn into $(VENV), editable in place of pip install . (once, about 20 s) ..."
 	$(BIN)/python -m pip install --quiet -e . scikit-learn
 	@touch $@
 

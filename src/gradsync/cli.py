@@ -143,7 +143,7 @@ Examples:
     "--min-ranks",
     type=_Integer(min=1),
     metavar="K",
-    help="The others go on while K ranks are left: see gradsync.rebuild().",
+    help="They go on while K are left: gradsync.rebuild().  [default: all]",
 )
 @click.option(
     "--respawn",

@@ -393,6 +393,14 @@ class CollectiveFuture:
         # In another process nobody would end it.
         raise TypeError(f"the future of {self.name} cannot be pickled or copied: pass its .result()")
 
+    def _refuse_arithmetic(self, other: object = None) -> Any:
+        if hasattr(other, "__array__"):  # which may make an array of a gradient's future, as np.asarray() does
+            return NotImplemented
+        raise TypeError(f"{self.name} is a future, and no array: its .result() is one")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse_arithmetic
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = _refuse_arithmetic
+
     def _order(self, stream: Any, timeout: float | None) -> None:
         if timeout is not None:  # checked even if no wait is needed, so that a wrong value always raises
             check_seconds(f"the wait for {self.name}", "timeout", timeout)

@@ -48,8 +48,18 @@ def test_not_ready_before_its_value_is(comm):
     sync.flush()
     waiter.join()
     wanted = np.full((2, 3), comm.world_size * (comm.world_size + 1) / 2)
-    for array in (late[0], future.numpy(), np.asarray(future), np.array(future, np.float32), 0.0 * wanted + future):
+    for array in (
+        late[0],
+        future.numpy(),
+        np.asarray(future),
+        np.array(future, np.float32),
+        0.0 * wanted + future,
+        future * np.ones(1),
+    ):
         assert (array == wanted).all()
+    for arithmetic in (lambda: 0.1 * future, lambda: future / 2, lambda: -future):
+        with pytest.raises(TypeError, match=r"the gradient of 'w' is a future, and no array: its .result\(\) is one"):
+            arithmetic()
     assert future.result() is future.result()
     assert (future.shape, np.dtype(future.dtype)) == ((2, 3), np.float64)
     assert (str(future.device) == "cpu") == (comm.device == "cpu")

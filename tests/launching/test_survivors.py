@@ -111,8 +111,28 @@ def test_two_die_at_once(run):
 def test_below_the_floor_all_end(run):
     code, out, err = run("--min-ranks 3", "kill:1")
     assert (code, out) == (137, []), err
-    assert "\ngradsync: fewer than 3 ranks (--min-ranks) are left\n" in err
+    assert "\ngradsync: fewer than 3 ranks are left (--min-ranks, by default all)\n" in err
     assert re.fullmatch(r"gradsync: rank 1 \(.*\) was killed by SIGKILL", last(err))
+
+
+def test_without_the_option_the_report_says_that_the_others_had_gone_on(cli, script):
+    path = script(
+        """
+        import os, signal
+        import gradsync as gs
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that a slow machine has the time for a new world
+        comm = gs.init_process_group("shm")
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            comm.barrier()
+        except gs.RankFailed:
+            gs.rebuild()
+        """
+    )
+    code, _, err = cli("run", "-n", 3, path)
+    sentence = "gs.rebuild() had made a new world of 2 ranks: with gradsync run --min-ranks 2 they would have gone on"
+    assert (code, f"gradsync: {sentence}\ngradsync: rank 1 (" in err) == (137, True), err
 
 
 def test_the_cause_is_the_failure_that_the_others_did_not_survive(run):
@@ -177,6 +197,13 @@ def test_a_rank_that_cannot_be_replaced_ends_all(options, how, expected, run):
     code, out, err = run(options, f"{how}:1", 2)
     assert (code, out) == (expected, []), err
     assert re.search(r"rank 1 \(.*\) (was killed by SIGKILL|failed with exit code 3)$", last(err))
+
+
+def test_the_same_error_of_a_rank_twice(run):
+    code, _, err = run("--respawn 1", "raise:1", 2)
+    assert code == 1
+    assert re.search(r"^gradsync: rank 1 \(pid \d+ .*\) failed with exit code 1:\nTraceback", err, re.M), err
+    assert "same error" not in err
 
 
 def test_a_rank_that_nobody_waits_for_any_more_ends_quietly(run):

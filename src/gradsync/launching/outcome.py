@@ -122,6 +122,7 @@ class Outcome(NamedTuple):
         needed: how many ranks of this launcher have to end well; None means all.
         min_ranks: how many ranks of the run have to end well; None means all.
         rebuilds: the new worlds that the ranks have formed.
+        went_on: without `min_ranks`: how many ranks had formed a new world when the launcher ended them; 0 if none had.
     """
 
     ranks: tuple[RankOutcome, ...]
@@ -131,6 +132,7 @@ class Outcome(NamedTuple):
     needed: int | None = None
     min_ranks: int | None = None
     rebuilds: Rebuilds = Rebuilds()
+    went_on: int = 0
 
     @property
     def failures(self) -> list[RankOutcome]:
@@ -275,8 +277,14 @@ def _summary(outcome: Outcome) -> str:
 
 def _too_few(outcome: Outcome) -> str:
     """Returns the lines that say why the other ranks did not go on, if they were to."""
-    if outcome.min_ranks is None or outcome.signal_number is not None:
+    if outcome.signal_number is not None:
         return ""
+    if outcome.min_ranks is None:
+        if not outcome.went_on:
+            return ""
+        them = count(outcome.went_on, "rank")
+        option = f"gradsync run --min-ranks {outcome.went_on}"
+        return f"gradsync: gs.rebuild() had made a new world of {them}: with {option} they would have gone on\n"
     dead = [rank for rank in outcome.failures if not rank.was_asked_to_end and rank.went_on_after is None]
     lines = [f"gradsync: {rank.describe()}\n" for rank in dead if rank.error is None and rank is not outcome.root_cause]
     if not outcome.rebuilds.number and any(rank.error is not None and rank.error.is_consequence for rank in dead):
@@ -284,7 +292,8 @@ def _too_few(outcome: Outcome) -> str:
             "gradsync: to go on without a rank, the others need to catch gs.RankFailed and gs.CollectiveTimeout, and "
             "to call gs.rebuild()\n"
         )
-    enough = f"fewer than {outcome.min_ranks} ranks (--min-ranks) are left"
+    default = ", by default all" if outcome.min_ranks == len(outcome.ranks) else ""
+    enough = f"fewer than {count(outcome.min_ranks, 'rank')} are left (--min-ranks{default})"
     return "".join(lines) + f"gradsync: {'no rank is left here' if outcome.needed == 1 else enough}\n"
 
 

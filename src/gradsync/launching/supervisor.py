@@ -184,6 +184,7 @@ class Supervisor:
         self._tails: dict[RankOutcome, Callable[[], list[str]]] = {}
         self._last_world: Rebuilt | None = None
         self._rebuilds = Rebuilds()
+        self._went_on = 0  # without `min_ranks`: how many ranks have formed a world without those that had failed
 
     def __enter__(self) -> Supervisor:
         return self
@@ -285,7 +286,9 @@ class Supervisor:
         from gradsync.rendezvous.server import RendezvousServer  # imported here, because ranks start meanwhile
 
         job, news = self._job, self._news
-        told: dict[str, Any] = {} if news is None else {"on_lost": news.on_lost, "on_rebuilt": news.on_rebuilt}
+        told: dict[str, Any] = {"on_rebuilt": self._note_unwanted_world}
+        if news is not None:
+            told = {"on_lost": news.on_lost, "on_rebuilt": news.on_rebuilt}
         server = RendezvousServer(
             job.world_size,
             secret=endpoint.secret,
@@ -328,6 +331,7 @@ class Supervisor:
             needed,
             job.min_ranks,
             self._rebuilds,
+            self._went_on,
         )
 
     def _wait_for_ends(self) -> None:
@@ -466,6 +470,11 @@ class Supervisor:
         """Returns whether so many ranks are left, or can be started again, that the run goes on."""
         lost = sum(rank.outcome.order is not None and not rank.outcome.is_replaced for rank in self.ranks)
         return self._job.min_ranks is not None and self._job.world_size - lost >= self._job.min_ranks
+
+    def _note_unwanted_world(self, _: int, ranks: tuple[int, ...], __: float) -> None:
+        """Notes, in the server's thread, that ranks would go on, which this launcher is about to end."""
+        if len(ranks) < self._job.world_size:
+            self._went_on = len(ranks)
 
     def _start_again(self, rank: RankProcess) -> None:
         """Starts a rank again, in a new process, whose predecessor has ended."""
