@@ -77,9 +77,7 @@ class RankOutcome:
         return f"{name} {self.describe_end()}"
 
     def describe_end(self) -> str:
-        """Returns how a rank that has ended did so, in words."""
-        if self.exit_code == 0:
-            return "ended with exit code 0"
+        """Returns how a rank that has failed did so, in words."""
         if self.given_up:
             why, _, _ = self.given_up.partition("\n")
             return f"was killed, as the others gave it up: {why}"

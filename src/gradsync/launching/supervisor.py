@@ -415,8 +415,9 @@ class Supervisor:
                 self._named_to_server.add(outcome.pid)
                 self._server.note_start(rank.rank, outcome.pid)
             # Other failures end all ranks, or the rank starts again.
-            is_survived = self._job.min_ranks is not None and outcome.order is not None and not outcome.is_replaced
-            if outcome.exit_code == 0 or outcome.is_unsendable or is_survived:
+            if outcome.exit_code == 0 or outcome.is_unsendable:
+                self._server.note_end(rank.rank, f"ended with exit code {outcome.exit_code}")
+            elif self._job.min_ranks is not None and outcome.order is not None and not outcome.is_replaced:
                 self._server.note_end(rank.rank, outcome.describe_end())
         if self._on_change is not None:
             self._on_change(rank)
