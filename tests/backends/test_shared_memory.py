@@ -8,10 +8,13 @@ import os
 import platform
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +23,8 @@ import gradsync as gs
 from arrays import assert_close, assert_identical, assert_same_on_all_ranks, contribution, dtype_of
 from commands import wait_until
 from gradsync.communicators.shared_memory import segment  # no other way to have two machines
+from gradsync.communicators.shared_memory.compiled import RUNNING
+from gradsync.machine import machine_identity
 
 # -- Sizes and steps --------------------------------------------------------------------------------------------------
 
@@ -242,6 +247,26 @@ def test_what_proc_gives_must_be_the_memory_of_the_first_rank(rank, what):
     with pytest.raises((gs.BackendUnavailable, gs.RankFailed), match=what) as raised:
         gs.init_process_group("shm")
     assert isinstance(raised.value, gs.BackendUnavailable) == (rank == 1)
+
+
+@pytest.mark.parametrize("is_reaped", [False, True])
+def test_the_death_of_the_first_rank_is_why_its_memory_cannot_be_opened(is_reaped):
+    """Told also while the server has not seen it yet: its connection breaks after its memory has gone."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as first:
+        sent = segment._sign(RUNNING) + f"{machine_identity()}\n{first.pid}\n3\nmemory".encode()
+        first.kill()
+        os.waitid(os.P_PID, first.pid, os.WEXITED | (0 if is_reaped else os.WNOWAIT))
+        answers = iter([sent, b""])
+        server = SimpleNamespace(
+            rank=1,
+            world_size=2,
+            world_ranks=(3, 4),
+            label="rank 1/2",
+            exchange=lambda key, mine, timeout_seconds: [next(answers), mine],
+        )
+        with pytest.raises(gs.RankFailed, match="rank 3 died") as raised:
+            segment.share_memory(server, "key", mmap.PAGESIZE, RUNNING, 5.0)
+        assert raised.value.rank == 3
 
 
 # -- What it leaves ---------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from gradsync.communicators.shared_memory.compiled import Kernels
 from gradsync.environment import PLAIN_KERNELS
 from gradsync.errors import BackendUnavailable, RankFailed
-from gradsync.machine import available_memory_bytes, machine_identity, memory_file
+from gradsync.machine import available_memory_bytes, machine_identity, memory_file, read_stat
 from gradsync.rendezvous.client import RendezvousClient
 
 _NAME = "gradsync"
@@ -80,6 +80,9 @@ def share_memory(
             refusal = error
         reason = str(refusal or "").encode()[:_MAX_REASON_BYTES]
         reasons = client.exchange(f"{key}/ready", reason, timeout_seconds=timeout_seconds)
+    if any(reasons) and rank > 0 and ticket and _has_ended(ticket):  # that is why, though nobody has told yet
+        number = client.world_ranks[0]
+        raise RankFailed(f"{client.label}: rank {number} died while the ranks connected", rank=number, phase="joining")
     if refusal is not None:
         raise refusal
     for other, reason in enumerate(reasons):
@@ -211,6 +214,13 @@ def _open_segment(ticket: bytes) -> int:
         return descriptor
     except OSError as error:
         raise _cannot_open(error) from error
+
+
+def _has_ended(ticket: bytes) -> bool:
+    """Whether the process of this machine that a ticket is of has ended."""
+    machine, pid, *_ = ticket.decode().split("\n")
+    stat = read_stat(int(pid))
+    return machine == machine_identity() and (stat is None or stat.state in "ZX")
 
 
 def _check_proc() -> None:
