@@ -66,6 +66,7 @@ class Message:
         agreement: the sender, the receiver, the shape and the dtype, which both must agree on.
         target: the array that a received message belongs to, where `flat` is not a view of it; else None.
         mark: on a GPU, of the work that must end before the array is read or written; see Backend.mark_work.
+        is_sent: whether this rank sends it; set for asynchronous ones only.
         is_over: whether the message has ended; on a GPU, whether it was launched.
         error: why it failed; None if it did not.
         work: on a GPU, what was launched.
@@ -73,7 +74,19 @@ class Message:
             its bytes may tell; see tagged.py.
     """
 
-    __slots__ = ("_when_over", "after", "agreement", "error", "flat", "is_over", "mark", "peer", "target", "work")
+    __slots__ = (
+        "_when_over",
+        "after",
+        "agreement",
+        "error",
+        "flat",
+        "is_over",
+        "is_sent",
+        "mark",
+        "peer",
+        "target",
+        "work",
+    )
 
     def __init__(
         self, peer: int, flat: Array, agreement: Agreement, target: Array | None = None, mark: Any = None
@@ -83,7 +96,7 @@ class Message:
         self.agreement = agreement
         self.target = target
         self.mark = mark
-        self.is_over = False
+        self.is_sent = self.is_over = False
         self.error: BaseException | None = None
         self.work = ON_CPU
         self.after: Callable[[], Sequence[Message]] | None = None

@@ -97,6 +97,12 @@ class FailureMonitor:
             pass  # the server is gone, or this rank has left it
         return None
 
+    @property
+    def awaited_message(self) -> str:
+        """The title of the message in which a thread waits now; "" if there is none."""
+        last = self._recorder.last
+        return last.title if last is not None and last.what.is_message and last.ended is None else ""
+
     def warn(self, waited_seconds: float, missing: Sequence[int] | None, entry: Entry | None = None) -> None:
         """Reports a wait of 5 s or more to the server, which logs it; each wait at most once.
 
@@ -236,7 +242,12 @@ def _piece_key(group: str, position: int, rank: int, number: int) -> str:
 
 
 def raise_if_left(
-    client: RendezvousClient, name: str, label: str, position: float, ranks: Iterable[int] | None = None
+    client: RendezvousClient,
+    name: str,
+    label: str,
+    position: float,
+    ranks: Iterable[int] | None = None,
+    message: str = "",
 ) -> None:
     """Raises RankFailed if another rank has closed the communicator without calling collective number `position`.
 
@@ -248,27 +259,29 @@ def raise_if_left(
         label: this rank's name in errors.
         position: the collective's number.
         ranks: the world ranks that this rank needs, read after the server's answer; None: all.
+        message: see closed_failure.
     """
     left = client.left_ranks(name)
     wanted = set(client.world_ranks if ranks is None else ranks) - {client.world_ranks[client.rank]}
     for rank, left_at in left.items():
         if rank in wanted and left_at <= position:
-            raise closed_failure(label, rank)
+            raise closed_failure(label, rank, message)
 
 
-def closed_failure(label: str, rank: int) -> RankFailed:
-    """Returns the error for a collective that needs a rank which has closed the communicator.
+def closed_failure(label: str, rank: int, message: str = "") -> RankFailed:
+    """Returns the error for a collective or message that needs a rank which has closed the communicator.
 
     Args:
         label: this rank's name in errors, e.g. "rank 0/2".
         rank: the world rank that has closed it.
+        message: the title of the message; "" for a collective.
     """
-    return RankFailed(
-        f"{label}: rank {rank} closed the communicator while this rank still needed it; "
-        "check that all ranks run the same number of steps; for uneven data see docs/uneven.md",
-        rank=rank,
-        phase="collective",
-    )
+    what = f"rank {rank} closed the communicator while this rank still needed it"
+    if message:
+        text = f"{what} for {message}; check that each message is sent, and received, as often as on the other rank"
+    else:
+        text = f"{what}; check that all ranks run the same number of steps; for uneven data see docs/uneven.md"
+    return RankFailed(f"{label}: {text}", rank=rank, phase="collective")
 
 
 def _number_and_title(entry: Entry | None, *, is_launched: bool) -> tuple[int, str]:

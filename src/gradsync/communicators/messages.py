@@ -13,11 +13,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from gradsync.communicators.backend import Backend, Message
-from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, RankFailed, describe
+from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, RankFailed, count, describe
 from gradsync.futures import Work, again, refuse_wait_in_callback
 
 if TYPE_CHECKING:
     from gradsync.communicators.lifetime import Lifetime
+
+_MOST_NAMED = 4  # messages in a report
 
 _log = logging.getLogger("gradsync")
 
@@ -42,6 +44,8 @@ class Messages:
 
     def begin(self, sends: Sequence[Message], receives: Sequence[Message]) -> MessageWork:
         """Adds messages, which the next call starts. It is refused as a collective is, e.g. beside another thread's."""
+        for message in sends:
+            message.is_sent = True
         with self._lifetime.turn("a message", None):
             self._begun = [*self._left(), *sends, *receives]
             self.unstarted.append((sends, receives))
@@ -103,12 +107,26 @@ class Messages:
             try:
                 self.wait(left, seconds)
                 if left := self._left():
-                    count = "a message" if len(left) == 1 else f"{len(left)} messages"
-                    self._lifetime.abort(f"the program ended with {count} under way: wait for their futures", None)
+                    _log.warning("%s", self._lost_text(left))
+                    number = count(len(left), "message")
+                    self._lifetime.abort(f"the program ended with {number} under way: wait for their futures", None)
             except InvalidArgument:
                 pass  # another thread uses the communicator, or a done-callback closes it
+            except RankFailed as error:
+                _log.warning("%s\n%s", self._lost_text(left), describe(error))
             except GradsyncError as error:
                 _log.warning("%s", describe(error))
+
+    def _lost_text(self, messages: Sequence[Message]) -> str:
+        """Returns which messages the other ranks have not taken, or not sent, one a line."""
+        lines = [f"{self._lifetime.label}: the program ended with {count(len(messages), 'message')} under way:"]
+        for each in messages[:_MOST_NAMED]:
+            peer, site = self._backend.ranks[each.peer], each.agreement.describe().call_site
+            what = f"rank {peer} has not {'received' if each.is_sent else 'sent'} {each.agreement.headline()}"
+            lines.append(f"  {what}, begun {site}" if site else f"  {what}")
+        if len(messages) > _MOST_NAMED:
+            lines.append(f"  and {len(messages) - _MOST_NAMED} more")
+        return "\n".join(lines)
 
     def _left(self) -> list[Message]:
         return [message for message in self._begun if not message.is_over]

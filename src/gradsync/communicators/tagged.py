@@ -3,8 +3,9 @@
 Each message has a header: its tag, its size and the kind of its elements. From one rank to another, messages travel in
 the order in which they were sent. A receiver that waits for another tag puts a message aside until it is asked for.
 
-On the CPU the header is a message of its own before the bytes. When it has come, in any call that waits, the backend
-starts the receive of the bytes at once (`Message.after`). So all legal programs of sends and receives end.
+On the CPU the header is a message of its own, with the bytes of a small message in it; those of a large one follow.
+When it has come, in any call that waits, the backend starts the receive of these bytes at once (`Message.after`). So
+all legal programs of sends and receives end.
 
 NCCL cannot do that: what a rank launches runs in this order on its stream, and each message there waits for the other
 rank. So over NCCL the header travels through the rendezvous server, and so does the answer of the receiver that it is
@@ -18,15 +19,17 @@ from __future__ import annotations
 import struct
 import time
 from collections import Counter, defaultdict, deque
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from gradsync.communicators.agreement import Agreement, Description, agreement_on, array_text
 from gradsync.communicators.backend import Message
 from gradsync.communicators.failures import FailureMonitor
 from gradsync.communicators.groups import reporting_failures
 from gradsync.communicators.messages import MessageWork
-from gradsync.errors import InvalidArgument, RendezvousTimeout
+from gradsync.errors import Caller, InvalidArgument, RendezvousTimeout, caller, size_text
 from gradsync.futures import DONE, Work, again
 
 if TYPE_CHECKING:
@@ -39,6 +42,8 @@ ANY_TAG = -1
 #: The kind of a pickled object.
 OBJECT = "object"
 _HEADER = struct.Struct("<qq8s")
+_FIRST_BYTES = 4096  # on the CPU, of the message with the header; what fits travels in it, and costs one message only
+_MOST_NAMED = 4  # of the messages put aside, in a report
 _LOOK_SECONDS = 2e-3  # how long a look at one key of the server takes at least
 
 
@@ -50,14 +55,21 @@ class Header(NamedTuple):
     kind: str
 
     @classmethod
-    def unpack(cls, data: bytes) -> Header:
-        """Returns the header that `pack` has made bytes of."""
-        tag, size, kind = _HEADER.unpack(data)
+    def unpack(cls, data: bytes | memoryview[Any]) -> Header:
+        """Returns the header that `pack` has made bytes of; more may follow."""
+        tag, size, kind = _HEADER.unpack_from(data)
         return cls(tag, size, kind.rstrip(b"\0").decode())
 
     def pack(self) -> bytes:
         """Returns the header as bytes."""
         return _HEADER.pack(self.tag, self.size, self.kind.encode())
+
+    def __str__(self) -> str:
+        """Returns it for a report, e.g. "tag 3, float64[3]"."""
+        if self.kind in ("", OBJECT):
+            return f"tag {self.tag}, {size_text(self.size)}{' of a Python object' if self.kind else ''}"
+        dtype = np.dtype(self.kind)
+        return f"tag {self.tag}, {array_text(dtype, (self.size // dtype.itemsize,))}"
 
 
 class Sending:
@@ -101,6 +113,7 @@ class Receiving:
         kind: the kind of elements that it needs; "" if any will do.
 
     Attributes:
+        tag, kind: see Args.
         header: the message's header, once known.
         data: the bytes that have come, once the message is done: the beginning of `room`, or the array that was made.
         work: what receives the bytes.
@@ -111,7 +124,7 @@ class Receiving:
         self.tagged = tagged
         self.source = source
         self._room = room
-        self._tag = tag
+        self.tag = tag
         self.kind = kind
         self.header: Header | None = None
         self.data: Any = None
@@ -121,7 +134,7 @@ class Receiving:
 
     def takes(self, tag: int) -> bool:
         """Whether a message with this tag may be this one."""
-        return self._tag in (ANY_TAG, tag)
+        return self.tag in (ANY_TAG, tag)
 
     def match(self, header: Header, label: str) -> Any:
         """Takes the header of the message; returns the array that receives its bytes."""
@@ -204,7 +217,7 @@ class TaggedMessages:
         self._messages = communicator._messages
         self._outgoing, self._incoming = communicator._outgoing, communicator._incoming
         self._check_writable = communicator._check_writable
-        self._rank = communicator.rank
+        self._rank, self._ranks = communicator.rank, communicator.ranks
         self._label = communicator.label
         self._sources: defaultdict[int, _FromRank] = defaultdict(_FromRank)
         # On a GPU: how many headers were sent to each rank, the messages that wait to be launched, and the failures.
@@ -223,15 +236,34 @@ class TaggedMessages:
             self._lifetime.check_usable("Send")
             self._place(self._sources[dest], header, data.copy())
             return Sending(self, DONE)
-        messages = [self._outgoing("Send", data, dest, None)] if data.size else []
         if not self._backend.on_gpu:
-            messages.insert(0, self._outgoing("Send", np.frombuffer(header.pack(), np.uint8), dest, None))
-            return Sending(self, self._messages.begin(messages, []))
+            return Sending(self, self._messages.begin(self._messages_of(header, data, dest), []))
+        message = self._outgoing("Send", data, dest, None) if data.size else None
         key = self._tell(dest, header)
-        if not messages:
+        if message is None:
             return Sending(self, DONE)
-        self._waiting.append(Sending(self, None, messages[0], key))
+        self._waiting.append(Sending(self, None, message, key))
         return self._waiting[-1]
+
+    def _messages_of(self, header: Header, data: Any, dest: int) -> list[Message]:
+        """Returns the one or two messages, on the CPU, for a message with a tag."""
+        first = np.empty(_FIRST_BYTES, np.uint8)
+        first[: _HEADER.size] = np.frombuffer(header.pack(), np.uint8)
+        agreement = self._agreement(self._rank, dest, header, caller())
+        messages = [Message(dest, first, agreement)]
+        if data.size <= _FIRST_BYTES - _HEADER.size:
+            first[_HEADER.size : _HEADER.size + data.size] = data
+        else:
+            messages.append(Message(dest, data, agreement))
+        return messages
+
+    def _agreement(
+        self, sender: int, receiver: int, known: Header | int, site: Caller | None = None, aside: Sequence[Header] = ()
+    ) -> Agreement:
+        """Returns what reports say of a message; `known`: its header, or the tag that this rank waits for."""
+        way = f"rank {self._ranks[sender]} to rank {self._ranks[receiver]}"
+        describe, summarise = partial(_described, way, known, site), partial(_summary, way, known, aside)
+        return Agreement(_digest(way), describe, summarise, is_message=True)
 
     # -- Receiving -----------------------------------------------------------------------------------------------
 
@@ -255,19 +287,17 @@ class TaggedMessages:
     def _place(self, of_source: _FromRank, header: Header, data: Any = None) -> Receiving:
         """Finds the receive that a message is for, or puts it aside. `data`: the bytes, where this rank has them."""
         receiving = next((each for each in of_source.posted if each.takes(header.tag)), None)
-        if receiving is not None:
-            of_source.posted.remove(receiving)
-        if receiving is None or data is not None:
-            aside = Receiving(self, self._rank, None, ANY_TAG, "")
-            aside.match(header, self._label)
-            if data is not None:
-                aside.data = data
-            if receiving is None:
-                of_source.aside.append(aside)
-                return aside
-            receiving.take(aside, self._label)
-        else:
+        if receiving is None:
+            receiving = Receiving(self, self._rank, None, ANY_TAG, "")
             receiving.match(header, self._label)
+            if data is not None:
+                receiving.data = data
+            of_source.aside.append(receiving)
+            return receiving
+        of_source.posted.remove(receiving)
+        room = receiving.match(header, self._label)
+        if data is not None:
+            self.copy(data, room)
         return receiving
 
     def copy(self, source: Any, target: Any) -> None:
@@ -282,8 +312,9 @@ class TaggedMessages:
     # -- On the CPU ----------------------------------------------------------------------------------------------
 
     def _next_header(self, of_source: _FromRank, source: int) -> Message:
-        room = np.empty(_HEADER.size, np.uint8)
-        message = of_source.coming = self._incoming("Recv", "array", room, source, None)
+        room = np.empty(_FIRST_BYTES, np.uint8)
+        tag, aside = of_source.posted[0].tag, [each.header for each in of_source.aside if each.header is not None]
+        message = of_source.coming = Message(source, room, self._agreement(source, self._rank, tag, aside=aside))
 
         def after() -> Sequence[Message]:
             of_source.coming = None
@@ -291,10 +322,11 @@ class TaggedMessages:
                 while of_source.posted:
                     of_source.posted.popleft().error = message.error
                 return []
-            following = []
-            receiving = self._place(of_source, Header.unpack(room.tobytes()))
-            if receiving.data.size:
-                following.append(self._incoming("Recv", "array", receiving.data, source, None))
+            following, header = [], Header.unpack(room.data)
+            inside = room[_HEADER.size :][: header.size] if header.size <= _FIRST_BYTES - _HEADER.size else None
+            receiving = self._place(of_source, header, inside)
+            if inside is None:
+                following.append(Message(source, receiving.data, self._agreement(source, self._rank, header)))
                 receiving.work = MessageWork(self._messages, following[:])
             if of_source.posted:
                 following.append(self._next_header(of_source, source))
@@ -426,6 +458,28 @@ class TaggedMessages:
 
     def _key(self, source: int, dest: int, number: int) -> str:
         return f"tags/{self._backend.recorder.group}/{source}-{dest}/{number}"
+
+
+@lru_cache(maxsize=1024)
+def _digest(way: str) -> int:
+    return agreement_on("message with a tag", (), None, way, is_message=True).digest
+
+
+def _described(way: str, known: Header | int, site: Caller | None) -> Description:
+    text = known if isinstance(known, Header) else _tag_text(known)
+    return Description(f"message with a tag ({way}, {text})", call_site=f"at {site}" if site else "")
+
+
+def _summary(way: str, known: Header | int, aside: Sequence[Header]) -> str:
+    if isinstance(known, Header):
+        return f"message({way}) {known}"
+    named = [str(each) for each in aside[:_MOST_NAMED]]
+    named += [f"{len(aside) - len(named)} more"] if len(aside) > len(named) else []
+    return f"message({way}) {_tag_text(known)}{'; put aside: ' if named else ''}{'; '.join(named)}"
+
+
+def _tag_text(tag: int) -> str:
+    return "any tag" if tag == ANY_TAG else f"tag {tag}"
 
 
 def _kind_text(kind: str) -> str:

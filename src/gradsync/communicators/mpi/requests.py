@@ -232,7 +232,7 @@ class Requests:
             self.failures.check()
         if asks:
             since, ranks = (self.begun - 1, None) if awaited is None else (math.inf, self._absent(awaited))
-            raise_if_left(client, self.departures, client.label, since, ranks)
+            raise_if_left(client, self.departures, client.label, since, ranks, self.failures.awaited_message)
         if is_limited and waited_seconds >= self._timeout_seconds:
             self.failures.time_out(waited_seconds, missing)
         self.failures.warn(waited_seconds, missing)

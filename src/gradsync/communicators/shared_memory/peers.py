@@ -129,7 +129,7 @@ class Peers:
             if state in (_CLOSED, _CLOSED_AFTER_FAILURE) and rank in missing():
                 if state == _CLOSED_AFTER_FAILURE:
                     await_cause(CAUSE_SECONDS, self._failures.check)
-                raise closed_failure(self._label, self._ranks[rank])
+                raise closed_failure(self._label, self._ranks[rank], self._failures.awaited_message)
         self.check_for_aborts(number)
         if awaited:
             self._check_deadline([self._ranks[rank] for rank in awaited], waited_seconds)
