@@ -18,7 +18,7 @@ from ranks import EVERYWHERE, SEVERAL
 BESIDE_NCCL = {place: sizes for place, sizes in SEVERAL.items() if place != "fake"}
 PAIR = dict.fromkeys(SEVERAL, (2,))
 PAIR_BESIDE_NCCL = dict.fromkeys(BESIDE_NCCL, (2,))
-SIZES = [0, 1, 1000, 300_000]  # the last one is larger than any buffer
+SIZES = [0, 1, 509, 510, 300_000]  # 510 float64 do not fit beside a header; the last one is larger than any buffer
 OPS = {
     "sum": (MPI.SUM, np.add),
     "prod": (MPI.PROD, np.multiply),
