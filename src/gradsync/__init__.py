@@ -37,8 +37,10 @@ def __getattr__(name: str) -> object:
     if home == "gradsync":  # a module
         return importlib.import_module(f"gradsync.{name}")
     if home is None:
-        from gradsync.words import no_attribute
+        from gradsync.words import is_import_from, no_attribute, no_name
 
+        if is_import_from(sys._getframe(1)):
+            no_name(name, __all__)
         no_attribute("gradsync", "module 'gradsync'", name, __all__)
     value: object = getattr(importlib.import_module(home), name)
     globals()[name] = value

@@ -5,6 +5,7 @@ Each has one row here, and one module, with the functions of `BackendModule` in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -37,6 +38,7 @@ TABLE = {
 BACKENDS = ("auto", *TABLE)
 
 
-def unknown_backend(name: object, where: str = "") -> str:
-    """Returns the error for a name that is not in BACKENDS; `where` is text such as " in GRADSYNC_BACKEND"."""
-    return f"unknown backend {name!r}{where}: use one of {', '.join(BACKENDS)}"
+def unknown_backend(name: object, where: str = "", known: Sequence[str] = BACKENDS) -> str:
+    """Returns the error for a name that is not known; `where` is text such as " in GRADSYNC_BACKEND"."""
+    text = f"unknown backend {name!r}{where}: use one of {', '.join(known)}"
+    return f"{text}; in place of gloo, shm on one machine, and mpi on several" if name == "gloo" else text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import sys
@@ -14,7 +15,7 @@ import click
 
 from gradsync import __version__
 from gradsync.arguments import DEFAULT_GRACE_SECONDS, LARGEST_PORT
-from gradsync.backends import BACKENDS, TABLE
+from gradsync.backends import BACKENDS, TABLE, unknown_backend
 from gradsync.environment import ADDRESS, BACKEND, HOW_TO_MAKE_A_SECRET_FILE, SECRET, SECRET_FILE, read_secret_option
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RendezvousError
 from gradsync.words import hint, refuse_removed
@@ -95,7 +96,18 @@ class _Integer(click.IntRange):
     """An integer in a range. For text that is no integer, the error of click.IntRange would be hard to understand."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if param is not None and "-n" in param.opts and re.fullmatch(r"p\d*", str(value)):
+            self.fail("use -n in place of -np", param, ctx)
         return super().convert(click.INT.convert(value, param, ctx), param, ctx)
+
+
+class _Backend(click.Choice[str]):
+    """A backend. For the name of another library's, the error has advice."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value not in self.choices:
+            self.fail(unknown_backend(value, known=self.choices), param, ctx)
+        return str(value)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -126,7 +138,7 @@ Examples:
 @click.option("--gpus", metavar="IDS", help="GPUs, such as 0,1. Each rank sees one of them.")
 @click.option(
     "--backend",
-    type=click.Choice(BACKENDS),
+    type=_Backend(BACKENDS),
     default="auto",
     envvar=BACKEND,
     show_envvar=True,
@@ -229,7 +241,7 @@ depends only on the checks of the machine. The command does not change the machi
 """,
 )
 @click.option(
-    "--backend", type=click.Choice(tuple(TABLE)), help="Backend that must work. The command tries no other backend."
+    "--backend", type=_Backend(tuple(TABLE)), help="Backend that must work. The command tries no other backend."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option(

@@ -7,7 +7,7 @@ other (communicators/objects.py).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -22,9 +22,14 @@ from gradsync.errors import InvalidArgument, PlanMismatch, describe
 from gradsync.futures import refuse_in_callback
 from gradsync.process_group import group_barrier, place_on_machine
 from gradsync.reduction import OPERATIONS_BY_DTYPE
+from gradsync.words import no_attribute
 
 _alone: Communicator | None = None  # the local group of a process that has no process group
 _local_groups: WeakKeyDictionary[Communicator, Communicator] = WeakKeyDictionary()  # by the world
+
+
+def __getattr__(name: str) -> NoReturn:
+    no_attribute("gradsync.comm", "module 'gradsync.comm'", name, [each for each in globals() if each[0] != "_"])
 
 
 def get_world_size() -> int:

@@ -42,7 +42,10 @@ class ReduceOp(enum.StrEnum):
         """
         op = _find(value)
         if op is None:
-            raise InvalidArgument(f"op needs to be one of {', '.join(op.value for op in cls)}, got {shown(value)}")
+            is_mean = str(value).rpartition(".")[2].lower() in ("avg", "average")  # PyTorch's, Horovod's
+            advice = '; for the average take "mean"' if is_mean else ""
+            known = ", ".join(op.value for op in cls)
+            raise InvalidArgument(f"op needs to be one of {known}, got {shown(value)}{advice}")
         return op
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,6 +11,7 @@ from gradsync.arguments import check_integer
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import get_world, group_or_world
 from gradsync.errors import InvalidArgument
+from gradsync.words import refuse_keywords
 
 _UNEVEN = ("pad", "drop", "keep")
 _MAX_SAMPLES = 2**59  # an array cannot hold the indices of more samples
@@ -23,6 +26,7 @@ def shard_indices(
     uneven: str = "pad",
     shards: int | None = None,
     communicator: Communicator | None = None,
+    **foreign: NoReturn,  # so that type checkers refuse misspelt arguments
 ) -> npt.NDArray[np.int64]:
     """Returns the indices of this rank's samples in an epoch, without communication; init_process_group() is optional.
 
@@ -61,6 +65,10 @@ def shard_indices(
 
     Source: torch.utils.data.DistributedSampler divides the samples in the same way.
     """
+    if foreign:
+        from inspect import signature  # imported here: only errors need it
+
+        refuse_keywords("shard_indices", foreign, signature(shard_indices).parameters)
     given = {"n": n, "epoch": epoch, "seed": seed}
     n, epoch, seed = [check_integer("shard_indices", name, value, 0) for name, value in given.items()]
     if n > _MAX_SAMPLES:

@@ -7,6 +7,7 @@ types it gets an error with this advice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import NoReturn
 
 from gradsync.errors import InvalidArgument
@@ -18,6 +19,8 @@ _UNEVEN = "with sync.backward(weight=len(batch)): a rank without a batch passes 
 _SIZES = "pass the number of rows of each rank; comm.all_gather(np.array([len(array)])) gives this list"
 _REPORT = "the launcher's report shows where each rank is, and print(comm.recorder) the last collectives"
 _BENCH = "examples/threshold.py finds a threshold; in a clone of gradsync, `pytest benchmarks/` measures all else"
+_DDP = "gs.AllreduceCallback and a hook of each parameter (examples/torch_loop.py)"
+_COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
 _TRACE = "gradsync run --trace DIR writes a Chrome trace that https://ui.perfetto.dev opens"
 
 #: Where a user types the word -> the word -> what to write instead.
@@ -89,11 +92,11 @@ FOREIGN: dict[str, dict[str, str]] = {
         "rank": "gs.get_communicator().rank",
         "get_world_size": "gs.get_communicator().world_size",
         "size": "gs.get_communicator().world_size",
-        "all_reduce": "gs.get_communicator().all_reduce(...)",
+        **{name: f"gs.get_communicator().{name}(...)" for name in _COLLECTIVES},
         "allreduce": "gs.get_communicator().all_reduce(...)",
-        "broadcast": "gs.get_communicator().broadcast(...)",
         "barrier": "gs.get_communicator().barrier()",
-        "DistributedDataParallel": "gs.AllreduceCallback and a hook of each parameter (examples/torch_loop.py)",
+        "DistributedDataParallel": _DDP,
+        "DDP": _DDP,
         "DistributedOptimizer": "gs.AllreduceCallback",
         "ZeroRedundancyOptimizer": "examples/sharded_adam.py, on reduce_scatter and all_gather",
         "DistributedSampler": "gs.shard_indices(len(data), epoch)",
@@ -104,8 +107,18 @@ FOREIGN: dict[str, dict[str, str]] = {
     },
     "a Communicator": {
         "size": "world_size",
+        "get_rank": "rank",
+        "get_world_size": "world_size",
+        "local_rank": "gs.comm.get_local_rank()",
+        "local_world_size": "gs.comm.get_local_size()",
         "reduce_dict": "gs.comm.reduce_dict",
-        "all_gather_object": "objects.all_gather",
+        "all_gather_object": "comm.objects.all_gather, which returns the list",
+        "gather_object": "comm.objects.gather, which returns the list",
+        "broadcast_object_list": "comm.objects.broadcast",
+        "all_gather_into_tensor": "all_gather",
+        "reduce_scatter_tensor": "reduce_scatter",
+        "all_to_all_single": "all_to_all",
+        "isend": "asynchronous.send",
         "Get_rank": "rank",
         "Get_size": "world_size",
         "Allreduce": "all_reduce(array), in place, or all_reduce(array, out=...)",
@@ -116,7 +129,6 @@ FOREIGN: dict[str, dict[str, str]] = {
         "Alltoall": "all_to_all",
         "Reduce_scatter_block": "reduce_scatter",
         "Isend": "asynchronous.send",
-        "isend": "asynchronous.send",
         "Irecv": "asynchronous.recv",
         "irecv": "asynchronous.recv",
         "Sendrecv": "exchange",
@@ -124,6 +136,24 @@ FOREIGN: dict[str, dict[str, str]] = {
         "Abort": "abort",
         "Split": "split",
         "Create_group": "new_group",
+    },
+    "a collective": {
+        "async_op": "comm.asynchronous, whose collectives return futures",
+        "group": "the group in place of comm: group = comm.new_group([0, 2]), then group.all_reduce(array)",
+        "src": "root",
+        "dst": "root",
+        "tensor": "array",
+    },
+    "shard_indices": {
+        "num_replicas": "no argument for it: the communicator knows",
+        "rank": "no argument for it: the communicator knows",
+        "drop_last": 'uneven="drop"',
+    },
+    "gradsync.comm": {
+        **{name: f"gs.get_communicator().{name}(...)" for name in _COLLECTIVES if "gather" not in name},
+        "all_gather_object": "gs.comm.all_gather",
+        "gather_object": "gs.comm.gather",
+        "get_local_world_size": "gs.comm.get_local_size()",
     },
     "gradsync (command)": {"launch": "gradsync run", "torchrun": "gradsync run", "start": "gradsync run"},
     "gradsync run": {
@@ -139,6 +169,10 @@ FOREIGN: dict[str, dict[str, str]] = {
         "--log_dir": "--log-dir",
         "--rdzv_endpoint": "--rendezvous HOST:PORT",
         "--rdzv-endpoint": "--rendezvous HOST:PORT",
+        "--rdzv_backend": "no option for it: leave it out",
+        "--rdzv-backend": "no option for it: leave it out",
+        "--rdzv_id": "no option for it: leave it out",
+        "--rdzv-id": "no option for it: leave it out",
         "--hosts": "--nnodes, and start one gradsync run on each machine",
         "--hostfile": "--nnodes, and start one gradsync run on each machine",
         "--standalone": "no option for it: without --nnodes all ranks are on this machine",
@@ -151,7 +185,7 @@ class RemovedName(InvalidArgument, AttributeError):
 
 
 class RemovedModule(InvalidArgument, ImportError):
-    """A module that gradsync had until 0.2. As an ImportError, it is skipped by tools that import all modules."""
+    """A module, or a name in an import, of 0.2. As an ImportError, it is skipped by tools that import all modules."""
 
 
 def _error_for(where: str, word: str) -> str | None:
@@ -194,21 +228,22 @@ def hint(where: str, word: str, known: Iterable[str] = ()) -> str:
     return f": did you mean {close[0]}?" if close else ""
 
 
-def refuse_keywords(who: str, given: Mapping[str, object], known: Iterable[str]) -> None:
+def refuse_keywords(who: str, given: Mapping[str, object], known: Iterable[str], where: str = "") -> None:
     """Raises an error for the first keyword argument that a function does not have, if there is one.
 
     Args:
-        who: the function's name, a key of REMOVED and FOREIGN.
+        who: the function's name.
         given: the unknown arguments, by name.
         known: the names of the function's arguments.
+        where: a key of REMOVED and FOREIGN, if that is not the function's name.
 
     Raises:
         InvalidArgument: 0.2 had the argument.
         TypeError: there is another unknown argument.
     """
     for name in given:
-        refuse_removed(who, name)
-        raise TypeError(f"{who}() got an unexpected keyword argument {name!r}{hint(who, name, known)}")
+        refuse_removed(where or who, name)
+        raise TypeError(f"{who}() got an unexpected keyword argument {name!r}{hint(where or who, name, known)}")
 
 
 def no_attribute(where: str, owner: str, name: str, known: Iterable[str] = ()) -> NoReturn:
@@ -228,6 +263,28 @@ def no_attribute(where: str, owner: str, name: str, known: Iterable[str] = ()) -
     # Python itself looks for names that begin with "_", and tools look for many.
     advice = "" if name.startswith("_") else hint(where, name, known)
     raise AttributeError(f"{owner} has no attribute {name!r}{advice}")
+
+
+def is_import_from(frame: FrameType) -> bool:
+    """Returns whether a frame is at `from ... import ...`, where Python hides the text of an AttributeError."""
+    from dis import opmap  # imported here: only errors need it
+
+    return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
+
+
+def no_name(name: str, known: Iterable[str]) -> NoReturn:
+    """Raises the error for `from gradsync import NAME` with a name that does not exist, or that has gone.
+
+    Args:
+        name: the name.
+        known: the names that there are.
+
+    Raises:
+        ImportError: always; a RemovedModule if the name has gone.
+    """
+    if text := _error_for("gradsync", name):
+        raise RemovedModule(text)
+    raise ImportError(f"cannot import name {name!r} from 'gradsync'{hint('gradsync', name, known)}", name="gradsync")
 
 
 def no_module(name: str) -> NoReturn:

@@ -36,12 +36,16 @@ def test_every_public_name_loads():
         ("DistributedSampler", "shard_indices"),
         ("clip_grad_norm_", "clip_norm="),
         ("no_sync", "hand over each sum once"),
+        ("DDP", "examples/torch_loop.py"),
     ],
 )
 def test_a_name_that_gradsync_has_not_says_what_to_use(name, word):
     assert not hasattr(gs, name)
     with pytest.raises(AttributeError) as raised:
         getattr(gs, name)
+    assert word in str(raised.value)
+    with pytest.raises(ImportError) as raised:
+        exec(f"from gradsync import {name}")
     assert word in str(raised.value)
 
 
@@ -50,6 +54,10 @@ def test_a_name_that_gradsync_has_not_says_what_to_use(name, word):
     [
         ("Get_rank", "use rank"),
         ("size", "use world_size"),
+        ("get_rank", "use rank"),
+        ("local_rank", "use gs.comm.get_local_rank()"),
+        ("local_world_size", "use gs.comm.get_local_size()"),
+        ("all_gather_object", "use comm.objects.all_gather, "),
         ("reduce_dict", "use gs.comm.reduce_dict"),
         ("Allreduce", "use all_reduce"),
         ("irecv", "use asynchronous.recv"),
@@ -62,6 +70,32 @@ def test_likewise_an_attribute_of_a_communicator(name, word):
         assert not hasattr(comm, name)
         with pytest.raises(AttributeError, match=re.escape(word)):
             getattr(comm, name)
+
+
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (lambda comm, x: comm.broadcast(x, src=0), "use root"),
+        (lambda comm, x: comm.reduce(x, dst=0), "use root"),
+        (lambda comm, x: comm.gather(x, dst=0), "use root"),
+        (lambda comm, x: comm.scatter(x, src=0), "use root"),
+        (lambda comm, x: comm.all_reduce(x, async_op=True), "use comm.asynchronous"),
+        (lambda comm, x: comm.all_reduce(x, opp="sum"), "did you mean op?"),
+        (lambda comm, x: comm.all_reduce(x, "avg"), 'for the average take "mean"'),
+        (lambda comm, x: comm.all_reduce(x, "ReduceOp.AVG"), 'for the average take "mean"'),
+        (lambda comm, x: gs.shard_indices(8, num_replicas=2), "no argument for it"),
+        (lambda comm, x: gs.shard_indices(8, drop_last=True), 'use uneven="drop"'),
+        (lambda comm, x: gs.comm.all_reduce(x), "use gs.get_communicator().all_reduce"),
+        (lambda comm, x: gs.comm.all_gather_object(x), "use gs.comm.all_gather"),
+        (lambda comm, x: gs.AllreduceCallback(backend="gloo"), "in place of gloo, shm"),
+    ],
+)
+def test_likewise_arguments_and_gs_comm(call, word):
+    with (
+        gs.init_process_group("local") as comm,
+        pytest.raises((TypeError, AttributeError, gs.InvalidArgument), match=re.escape(word)),
+    ):
+        call(comm, np.ones(1))
 
 
 # -- Errors -----------------------------------------------------------------------------------------------------------
@@ -148,6 +182,10 @@ def test_removed_attributes_say_what_to_write(owner, where):
             getattr(owner, word)
         assert REMOVED[where][word] in str(raised.value)
         assert not hasattr(owner, word)
+        if owner is gs:
+            with pytest.raises(gs.InvalidArgument) as raised:
+                exec(f"from gradsync import {word}")
+            assert REMOVED[where][word] in str(raised.value)
     with pytest.raises(AttributeError, match="no attribute 'never'") as raised:
         getattr(owner, "never")  # noqa: B009
     assert not isinstance(raised.value, gs.InvalidArgument)

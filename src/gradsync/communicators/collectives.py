@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -40,7 +40,7 @@ from gradsync.communicators.messages import Messages
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.futures import Work
 from gradsync.reduction import Array, ReduceOp, operator_for
-from gradsync.words import refuse_removed
+from gradsync.words import refuse_keywords, refuse_removed
 
 BYTE = np.dtype(np.uint8)
 
@@ -99,7 +99,9 @@ class Collectives(ABC):
 
     # -- Reductions ----------------------------------------------------------------------------------------------
 
-    def all_reduce(self, array: Any, op: str | ReduceOp = "sum", *, out: Any = None, stream: Any = None) -> Any:
+    def all_reduce(
+        self, array: Any, op: str | ReduceOp = "sum", *, out: Any = None, stream: Any = None, **foreign: NoReturn
+    ) -> Any:
         """Reduces `array` over all ranks, element by element; every rank gets the result.
 
         Shapes, dtypes and operators must be equal. Arrays may be in C order on one rank and in Fortran order on
@@ -116,6 +118,8 @@ class Collectives(ABC):
         Returns:
             `out`, or `array` when `out` is None.
         """
+        if foreign:
+            _refuse("all_reduce", foreign)
         source, parsed = self._checked_reduction("all_reduce", array, op)
         target = self._checked_target("all_reduce", source, out)
         agreement = agreement_on("all_reduce", source.shape, source.dtype, parsed._value_)
@@ -137,7 +141,14 @@ class Collectives(ABC):
             return run(source, target, agreement)
 
     def reduce(
-        self, array: Any, op: str | ReduceOp = "sum", root: int = 0, *, out: Any = None, stream: Any = None
+        self,
+        array: Any,
+        op: str | ReduceOp = "sum",
+        root: int = 0,
+        *,
+        out: Any = None,
+        stream: Any = None,
+        **foreign: NoReturn,
     ) -> Any:
         """Reduces `array` over all ranks, element by element; the root gets the result.
 
@@ -154,6 +165,8 @@ class Collectives(ABC):
         Returns:
             On the root `out`, or `array` if `out` is None; elsewhere None.
         """
+        if foreign:
+            _refuse("reduce", foreign)
         source, parsed = self._checked_reduction("reduce", array, op)
         root = checked_rank(self._backend, "reduce", "root", root)
         is_root = self.rank == root
@@ -206,7 +219,7 @@ class Collectives(ABC):
 
     # -- Collectives without arithmetic. Rows are along the first axis; a 0-d array is one row -------------------
 
-    def broadcast(self, array: Any, root: int = 0, *, stream: Any = None) -> Any:
+    def broadcast(self, array: Any, root: int = 0, *, stream: Any = None, **foreign: NoReturn) -> Any:
         """Copies the root's `array` into the `array` of every other rank, in place.
 
         Shapes, dtypes and roots must be equal.
@@ -219,6 +232,8 @@ class Collectives(ABC):
         Returns:
             `array`.
         """
+        if foreign:
+            _refuse("broadcast", foreign)
         root = checked_rank(self._backend, "broadcast", "root", root)
         native = self.native_array(array, "broadcast")
         if self.rank != root:
@@ -256,6 +271,7 @@ class Collectives(ABC):
         sizes: Sequence[int] | None = None,
         out: Any = None,
         stream: Any = None,
+        **foreign: NoReturn,
     ) -> Any:
         """Concatenates the arrays of all ranks along the first axis, in rank order; the root gets the result.
 
@@ -271,6 +287,8 @@ class Collectives(ABC):
         Returns:
             On the root the rows of all ranks, in `out` or in a new array; elsewhere None.
         """
+        if foreign:
+            _refuse("gather", foreign)
         root = checked_rank(self._backend, "gather", "root", root)
         return self._gather("gather", array, root, sizes, out if self.rank == root else None, stream)
 
@@ -322,6 +340,7 @@ class Collectives(ABC):
         sizes: Sequence[int] | None = None,
         out: Any = None,
         stream: Any = None,
+        **foreign: NoReturn,
     ) -> Any:
         """Divides the rows of the root's `array` among the ranks in rank order.
 
@@ -339,6 +358,8 @@ class Collectives(ABC):
         Returns:
             `out`, or a new array, with this rank's rows.
         """
+        if foreign:
+            _refuse("scatter", foreign)
         root = checked_rank(self._backend, "scatter", "root", root)
         is_root = self.rank == root
         if is_root and array is None:
@@ -701,6 +722,13 @@ class Collectives(ABC):
         viewed = arrays.is_viewed_flat(target)
         flat: Array = arrays.flat(target) if viewed else arrays.scratch(target.size, target.dtype)
         return flat
+
+
+def _refuse(what: str, given: Mapping[str, object]) -> None:
+    """Raises the TypeError for keyword arguments that a collective does not have, as those of PyTorch."""
+    from inspect import signature  # imported here: only errors need it
+
+    refuse_keywords(what, given, signature(getattr(Collectives, what)).parameters, "a collective")
 
 
 def is_fortran(array: Array) -> bool:
