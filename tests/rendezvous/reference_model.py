@@ -100,6 +100,7 @@ class Generation:
 class World:
     size: int
     min_ranks: int = 1
+    respawns: bool = False
     formed: int = 0
     generations: list[Generation] = field(default_factory=list)  # the first one, and those that wait for its end
     ended: dict[int, None] = field(default_factory=dict)  # ranks whose processes have ended
@@ -137,10 +138,11 @@ class Model:
         size: int,
         host: int,
         min_ranks: int,
+        respawns: bool,
         on_lost: Any,
         on_rebuilt: Any,
     ) -> None:
-        self.worlds = {"": World(size, min_ranks)}
+        self.worlds = {"": World(size, min_ranks, respawns)}
         self.replaced: dict[int, Generation] = {}  # by connection: what it was in, until the others went on without it
         self._send, self._close, self._state_of, self._machine, self._host = send, close, state_of, machine, host
         self._on_lost, self._on_rebuilt = on_lost, on_rebuilt
@@ -391,12 +393,12 @@ class Model:
     def _drop(self, generation: Generation, rank: int) -> bool:
         """Who waits beside a world that runs and has ended, or is given up, is one fewer, and fails nobody.
 
-        It is a failure where all have left, and join again.
+        It is a failure where all have left, and join again; before the first world, where nobody starts it again.
         """
-        running = generation.world.running
-        if generation.number or running is None or generation.failure is not None:
+        world, running = generation.world, generation.world.running
+        if generation.number or generation.failure is not None or (running is None and not world.respawns):
             return False
-        before = running.seat(rank)
+        before = running.seat(rank) if running else None
         if before is not None and before.has_left and not generation.askers:
             return False
         generation.waits = [wait for wait in generation.waits if wait.rank != rank]
@@ -413,8 +415,9 @@ class Model:
         if self._drop(generation, rank):
             self._answer(joins[0], Status.REFUSED)
             self._close(member.connection)
-            before = world.running.seat(rank)
-            self._give_up(world.running, before if before is not None and before.is_present else member)
+            before = world.running.seat(rank) if world.running else None
+            is_new = before is None or member.min_ranks is None
+            self._give_up(generation if is_new else world.running, member if is_new else before)
         elif generation.failure is not None:
             self._give_up(generation, member)
         else:
@@ -440,6 +443,10 @@ class Model:
             world, missing = generation.world, _missing(range(generation.size), generation.members, generation.late)
             if world.running is not None and generation.askers:
                 missing = [number for number in world.awaited() if number not in generation.late] or missing
+            if world.running is not None and generation.members[wait.rank].min_ranks is None:
+                before = world.running.seat(wait.rank)
+                if before is None or not before.has_left:
+                    missing = [wait.rank]  # it is new, and asks again
             if world.running is not None and generation.members[wait.rank].min_ranks is None:
                 before = world.running.seat(wait.rank)
                 if before is None or not before.has_left:

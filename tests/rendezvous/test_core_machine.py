@@ -59,10 +59,13 @@ class CoreMachine(RuleBasedStateMachine):
         self.out: tuple[Sent, Sent] = defaultdict(list), defaultdict(list)
 
     @initialize(
-        are_formed=st.booleans(), min_ranks=st.sampled_from([1, 1, 2, 3]), machines=st.sampled_from(["mmmm", "mmoo"])
+        are_formed=st.booleans(),
+        min_ranks=st.sampled_from([1, 1, 2, 3]),
+        respawns=st.booleans(),
+        machines=st.sampled_from(["mmmm", "mmoo"]),
     )
-    def begin(self, are_formed: bool, min_ranks: int, machines: str) -> None:
-        common: Any = {"machine": "m", "size": SIZES[""], "host": 0, "min_ranks": min_ranks}
+    def begin(self, are_formed: bool, min_ranks: int, respawns: bool, machines: str) -> None:
+        common: Any = {"machine": "m", "size": SIZES[""], "host": 0, "min_ranks": min_ranks, "respawns": respawns}
         tell: list[Any] = [
             {
                 "on_lost": lambda number, *_, side=side: self.out[side][0].append(f"{number} is lost"),

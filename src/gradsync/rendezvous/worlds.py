@@ -1031,7 +1031,7 @@ class Worlds:
                 del self._of[connection]
                 self._close(connection)
                 before = None if world.running is None else world.running.member(rank)
-                self._give_up(world, before if before is not None and before.is_present else member, text)
+                self._give_up(world, member if before is None or member.min_ranks is None else before, text)
             elif generation.failure is not None:
                 self._give_up(world, member, text)
             else:
