@@ -8,7 +8,7 @@ import sysconfig
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-# No -ffast-math, and no fused multiply-add: the results are those of plain.py, bit for bit.
+# No -ffast-math, and no fused multiply-add: the bits are those of plain.py, but of complex products and norms.
 FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing"]
 BASELINE = "-march=x86-64-v2"  # as NumPy's; compilers for other processors do not know it, nor do old ones
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # before Python 3.15 it has no stable ABI

@@ -25,7 +25,7 @@ from gradsync.communicators.agreement import digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.lifetime import culprit_of
 from gradsync.communicators.mpi import job
-from gradsync.environment import ALLOW_SHARED_GPU, COLLECTIVE_TIMEOUT_SECONDS
+from gradsync.environment import ALLOW_SHARED_GPU, BACKEND, COLLECTIVE_TIMEOUT_SECONDS
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, describe, uncaught_error
 from gradsync.launchers import FROM_MPI, RankEnvironment, WorldSettings, read_environment
 from gradsync.machine import address_for_others, count_gpus, machine_identity, own_addresses
@@ -64,7 +64,8 @@ def from_mpi(
     Args:
         comm: an intracommunicator of mpi4py: COMM_WORLD, or what Split, Dup, Create_cart and the like return.
         backend: "auto", "nccl", "shm", "mpi" or "local", as in init_process_group(), and agreed on by all ranks: "auto"
-            is "nccl" if each rank has a GPU, else "shm" on one machine, else "mpi", on a duplicate of `comm`.
+            is GRADSYNC_BACKEND, if set; else "nccl" if each rank has a GPU, "shm" on one machine, and "mpi", on a
+            duplicate of `comm`, on several.
         device: the device of this rank, "cpu" or e.g. "cuda:1". By default CuPy's current device if that is not 0, else
             the one whose number is this process's local rank.
         timeout_seconds: how long this call waits for the other ranks.
@@ -75,7 +76,8 @@ def from_mpi(
         backend and device returns the same object, until it is closed.
 
     Raises:
-        InvalidArgument: `comm` is no intracommunicator of mpi4py, or another argument is wrong.
+        InvalidArgument: `comm` is no intracommunicator of mpi4py, or another argument is wrong; or MPI sees this rank
+            alone, although a launcher has started several, as `gradsync run` does.
         BackendUnavailable: the backend cannot connect these ranks, or MPI has been finalised.
         RendezvousTimeout: a rank did not call from_mpi in time; `missing_ranks` names it. MPI cannot take back what
             this rank has sent, so it ends the job when the program ends.
@@ -84,6 +86,8 @@ def from_mpi(
     mpi = _checked_mpi(comm)
     if backend not in BACKENDS:
         raise InvalidArgument(unknown_backend(backend, " for from_mpi"))
+    if backend == "auto":
+        backend = BACKEND.read()
     check_seconds("from_mpi", "timeout_seconds", timeout_seconds)
     check_seconds("from_mpi", "collective_timeout_seconds", collective_timeout_seconds)
     made: dict[tuple[str, str | None], Communicator] | None = comm.Get_attr(_key(mpi))
@@ -187,7 +191,23 @@ def _checked_mpi(comm: Any) -> Any:
         raise InvalidArgument("from_mpi got MPI.COMM_NULL: call it on the ranks of the communicator only")
     if comm.Is_inter():
         raise InvalidArgument("from_mpi needs an intracommunicator: make one of this intercommunicator by Merge()")
+    if comm != mpi.COMM_SELF and mpi.COMM_WORLD.Get_size() == 1:
+        _check_started_by_mpi()
     return mpi
+
+
+def _check_started_by_mpi() -> None:
+    """Raises InvalidArgument if a launcher has started several ranks, of which MPI knows nothing: each would be alone.
+
+    COMM_SELF is one rank by itself everywhere.
+    """
+    place = _place()
+    if place is not None and place.world_size > 1:
+        raise InvalidArgument(
+            f"from_mpi: MPI.COMM_WORLD has one rank, but {place.source} has started {place.world_size} ranks: start "
+            f"them with `mpiexec -n {place.world_size} python {os.path.basename(sys.argv[0]) or 'script.py'}`, or call "
+            "gs.init_process_group() in place of from_mpi"
+        )
 
 
 def _key(mpi: Any) -> int:
@@ -200,11 +220,16 @@ def _key(mpi: Any) -> int:
 
 def _local_rank(comm: Any) -> int:
     """Returns this process's number among the processes of the job on its machine, as its launcher says."""
-    try:
-        place = read_environment()
-    except InvalidArgument:  # variables that do not matter here
-        place = None
+    place = _place()
     return comm.Get_rank() if place is None else place.local_rank
+
+
+def _place() -> RankEnvironment | None:
+    """Returns this process's rank as its launcher says it, if it does."""
+    try:
+        return read_environment()
+    except InvalidArgument:  # variables that do not matter here
+        return None
 
 
 def _current_device(backend: str) -> str | None:

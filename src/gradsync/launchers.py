@@ -216,7 +216,10 @@ def alone_without_launcher() -> RankEnvironment:
     hints += [name for name in sorted(os.environ) if name.startswith(_PREFIXES_OF_HINTS)]
     hints += [name for name, alone in _ALONE.items() if value_of(os.environ, name) not in (None, alone)]
     if hints:
-        raise no_rank_is_known(f"{hints[0]} is set, which suggests a launcher, but RANK and WORLD_SIZE are not set")
+        what, lacking = hints[0], "RANK and WORLD_SIZE are not set"
+        if what.startswith("SLURM_"):
+            what, lacking = f"{what}={os.environ[what]}", "SLURM_STEP_ID, which srun sets for its tasks, is not"
+        raise no_rank_is_known(f"{what} is set, which suggests a launcher, but {lacking}")
     log_warning(
         "gradsync: no launcher has started this process, so it is a world of one rank (for two: gradsync run -n 2 "
         "script.py)"

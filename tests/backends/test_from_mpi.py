@@ -202,6 +202,29 @@ def test_without_a_process_group_and_alone(n, cli, script):
     assert (done.code, done.out) == (0, f"{'local' if n == 1 else 'shm'} {n}.0 False\n" * n), done.err
 
 
+def test_the_variable_chooses_the_backend(cli, script):
+    path = script("""
+        from mpi4py import MPI
+        import gradsync as gs
+        say(gs.from_mpi(MPI.COMM_WORLD).backend, gs.from_mpi(MPI.COMM_WORLD, "shm").backend)
+    """)
+    done = mpiexec(cli, 2, path, environment={"GRADSYNC_BACKEND": "mpi"})
+    assert done == (0, "mpi shm\n" * 2, "")
+
+
+def test_ranks_that_mpi_does_not_know_are_not_trained_each_alone(cli, script):
+    path = script("""
+        from mpi4py import MPI
+        import gradsync as gs
+        print(gs.from_mpi(MPI.COMM_SELF).world_size)
+        gs.from_mpi(MPI.COMM_WORLD)
+    """)
+    done = cli("run", "-n", 2, path)
+    assert done.code == 1
+    assert done.out.count("] 1") == 2
+    assert "MPI.COMM_WORLD has one rank, but gradsync has started 2 ranks: start them with `mpiexec -n 2 " in done.err
+
+
 @pytest.mark.parametrize(
     ("start", "backend"),
     [("from_mpi(MPI.COMM_WORLD, ", "shm"), ("from_mpi(MPI.COMM_WORLD, ", "mpi"), ("init_process_group(", "mpi")],

@@ -156,6 +156,13 @@ def test_callbacks_begin_anew(comm):
 
 
 @pytest.mark.ranks(2, on=("shm",), fresh=True)
+def test_who_forgets_the_broadcast_that_a_new_rank_begins_with_is_told(comm):
+    comm = gs.rebuild()
+    with pytest.raises(gs.PlanMismatch, match=r"after gs\.rebuild\(\), .* all ranks call gs\.broadcast_tree"):
+        gs.broadcast_tree({"w": np.zeros(3)}) if comm.rank else comm.all_reduce(np.zeros(3))
+
+
+@pytest.mark.ranks(2, on=("shm",), fresh=True)
 def test_parameters_are_compared_anew(comm):
     weights = np.zeros(3)
     sync = gs.AllreduceCallback(parameters={"w": weights}, diverged="raise")

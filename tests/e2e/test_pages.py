@@ -132,6 +132,21 @@ def test_a_command_prints_what_is_shown(cli, tmp_path, block):
     assert [line for line in shown if masked(line) not in printed | {"..."}] == [], done.out + done.err
 
 
+def anchors_of(text):
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_a_link_leads_somewhere(page):
+    for path, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)", TEXTS[page]):
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), path
+        if anchor:
+            assert anchor in anchors_of(target.read_text()), f"{path}#{anchor}"
+
+
 @pytest.mark.parametrize("page", TEXTS)
 def test_what_a_page_names_is_there(page):
     """Public names, options of the command, variables, targets of make."""

@@ -214,6 +214,10 @@ _SAME_GRADIENTS = (
     'missing="zero" a rank may leave gradients out'
 )
 _SAME_ORDER = "call the same collectives in the same order on all ranks"
+_AFTER_REBUILD = (
+    "the world was made anew, and a rank that was started again begins with broadcast_tree: after gs.rebuild(), also "
+    "at the edge of a step, all ranks call gs.broadcast_tree(state, root=comm.most_advanced)"
+)
 _SAME_VALUES = (
     "an array as a name is known by its values at its first use, and the ranks' values differ: give all ranks the same "
     "values first, with gs.bcast_list_(arrays), or name the gradients by text, or pass parameters=[...]"
@@ -221,7 +225,12 @@ _SAME_VALUES = (
 
 
 def mismatch(
-    label: str, agreement: Agreement, descriptions: Mapping[int, Description], *, broken: bool = False
+    label: str,
+    agreement: Agreement,
+    descriptions: Mapping[int, Description],
+    *,
+    broken: bool = False,
+    is_rebuilt: bool = False,
 ) -> PlanMismatch:
     """Returns the error for ranks that disagree on a collective, or two on a message.
 
@@ -230,6 +239,7 @@ def mismatch(
         agreement: what this rank was about to do.
         descriptions: what each rank was, by rank.
         broken: whether the ranks found it after a launch.
+        is_rebuilt: whether the world is not the first one of this run.
     """
     by_rank = dict(sorted(descriptions.items()))
     who, what = "the ranks", "the next collective"
@@ -246,7 +256,10 @@ def mismatch(
     if any(differing.values()):
         shown.append(f"  first difference, line {alike + 1}:")
         shown += [f"    rank {rank}: {lines[0] if lines else '(nothing)'}" for rank, lines in differing.items()]
-    if remedy := _remedy_for_launched(differing) if broken else _remedy(by_rank):
+    remedy = _remedy_for_launched(differing) if broken else _remedy(by_rank)
+    if is_rebuilt and len({each.what for each in by_rank.values()} | {"broadcast_tree"}) == 2:
+        remedy = _AFTER_REBUILD
+    if remedy:
         shown.append(f"  {remedy}")
     places = {rank: described.call_site.partition("at ")[2] for rank, described in by_rank.items()}
     return PlanMismatch(

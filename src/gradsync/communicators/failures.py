@@ -192,7 +192,8 @@ def exchange_mismatch(
         agreement: the event, on this rank.
     """
     text = agreement.described().to_text()
-    return mismatch(label, agreement, exchange_descriptions(client, group, position, text, ranks))
+    descriptions = exchange_descriptions(client, group, position, text, ranks)
+    return mismatch(label, agreement, descriptions, is_rebuilt=client.generation > 1)
 
 
 def exchange_descriptions(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradsync.arguments import check_address, is_loopback, join_address, parse_address
-from gradsync.environment import ADDRESS, SECRET_FILE, has_secret, read_secret
+from gradsync.environment import ADDRESS, SECRET_FILE, has_secret, read_secret, value_of
 from gradsync.errors import (
     AuthenticationError,
     BackendUnavailable,
@@ -243,7 +243,8 @@ def _rendezvous_point(own: RankEnvironment, address: str | None) -> RendezvousPo
         return RendezvousPoint(None, own.run_name)
     if own.master_addr is None or own.master_port is None:
         raise InvalidArgument(
-            f"rank {own.rank}/{own.world_size} needs the address of the rendezvous, and none is set: set MASTER_ADDR "
+            f"rank {own.rank}/{own.world_size} needs the address of the rendezvous, and none is set"
+            f"{', nor SLURM_STEP_NODELIST, which srun sets' if own.source == SLURM else ''}: set MASTER_ADDR "
             "and MASTER_PORT, pass address=, or start with `gradsync run -n N script.py`. Under mpiexec it is "
             "enough to install mpi4py, built for the same MPI"
         )
@@ -305,8 +306,9 @@ def _reachable(name: str) -> str:
     import logging  # imported here to keep the start of a rank short
 
     logging.getLogger("gradsync").warning(
-        "gradsync: MASTER_ADDR=%s is %s on this machine, which other machines cannot reach: set MASTER_ADDR to this "
+        "gradsync: %s%s is %s on this machine, which other machines cannot reach: set MASTER_ADDR to this "
         "machine's address in the network, or correct /etc/hosts",
+        "MASTER_ADDR=" if value_of(os.environ, "MASTER_ADDR") else "the first host of Slurm's list of nodes, ",
         name,
         " and ".join(found),
     )

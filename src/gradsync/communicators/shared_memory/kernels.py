@@ -1,6 +1,7 @@
 """The inner loops over shared memory: those in C where they were built, else those in plain NumPy.
 
-Both have the same functions and give the same bits. plain.py is the reference, and says what each does.
+Both have the same functions, and give the same bits, except of complex products and norms. plain.py is the reference,
+and says what each does.
 """
 
 from __future__ import annotations
