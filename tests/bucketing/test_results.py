@@ -71,7 +71,7 @@ def test_results_of_a_list_of_arrays_are_a_list_in_its_order(comm):
 def test_results_are_there_from_the_end_of_a_step_to_the_next_backward(alone):
     sync = gs.AllreduceCallback("mean", alone)
     with sync.backward():
-        with pytest.raises(gs.FutureNotReady):
+        with pytest.raises(gs.FutureNotReady, match=r"after the `with sync.backward\(\):` block, or after flush"):
             sync.results()
         future = sync("a", np.ones(2))
         with pytest.raises(gs.FutureNotReady):

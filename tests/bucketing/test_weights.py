@@ -21,6 +21,13 @@ def weighted_step(sync, weight, gradients):
     return {name: future.result() for name, future in futures.items()}
 
 
+@pytest.mark.ranks(2)
+def test_the_exchange_of_weights_has_a_name_in_reports(comm):
+    weighted_step(gs.AllreduceCallback("mean", comm), 1, {"a": np.ones(3)})
+    assert any(entry.title.endswith(" (exchange of batch weights)") for entry in comm.recorder.entries())
+    assert "backward(weight=) exchange of batch weights" in str(comm.recorder)
+
+
 # -- The mean of the joined batch --------------------------------------------------------------------------------------
 
 

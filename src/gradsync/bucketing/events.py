@@ -22,6 +22,7 @@ from gradsync.errors import InvalidArgument, caller, shown, size_text
 from gradsync.reduction import ReduceOp
 
 _MOST_CHARACTERS = 80  # in a callback's name
+_WEIGHTS = "backward(weight=) exchange of batch weights"  # a notice has the number after ")"
 
 
 class CallbackIdentity:
@@ -154,7 +155,7 @@ class StepEvents:
 
     def of_weights(self, step: Agreement) -> Agreement:
         """Returns the agreement on the exchange of weights at the beginning of a step."""
-        return Agreement(digest_of("weights", step.digest), step.describe, summarise=lambda: "weights of the ranks")
+        return Agreement(digest_of("weights", step.digest), step.describe, summarise=lambda: _WEIGHTS)
 
     def of_memory(self, buckets: Sequence[Bucket]) -> Agreement:
         """Returns the agreement on the memory of buckets."""

@@ -804,7 +804,10 @@ class Step:
             FutureNotReady: a step has begun, and has not ended.
         """
         if self._results is None or self.count:
-            raise FutureNotReady("results() gives the gradients of the last step, and a step has begun: call it after")
+            raise FutureNotReady(
+                "results() gives the gradients of the last step, and a new step has begun: call it after the "
+                "`with sync.backward():` block, or after flush()"
+            )
         if self.unread is not None:
             self.unread.forget()
         self._await_last()

@@ -213,6 +213,7 @@ _SAME_GRADIENTS = (
     "hand over gradients of the same names, shapes and dtypes on all ranks, in any order; with parameters=... and "
     'missing="zero" a rank may leave gradients out'
 )
+_IS_MISSING = " is missing here on "
 _SAME_ORDER = "call the same collectives in the same order on all ranks"
 _AFTER_REBUILD = (
     "the world was made anew, and a rank that was started again begins with broadcast_tree: after gs.rebuild(), also "
@@ -253,12 +254,12 @@ def mismatch(
     shown += [f"  rank {rank}: {described}" for rank, described in by_rank.items()]
     alike = _first_difference([described.lines for described in by_rank.values()])
     differing = {rank: described.lines[alike:] for rank, described in by_rank.items()}
-    if any(differing.values()):
-        shown.append(f"  first difference, line {alike + 1}:")
-        shown += [f"    rank {rank}: {lines[0] if lines else '(nothing)'}" for rank, lines in differing.items()]
     remedy = _remedy_for_launched(differing) if broken else _remedy(by_rank)
     if is_rebuilt and len({each.what for each in by_rank.values()} | {"broadcast_tree"}) == 2:
         remedy = _AFTER_REBUILD
+    if any(differing.values()) and _IS_MISSING not in remedy:  # from there on, all lines differ
+        shown.append(f"  first difference, line {alike + 1}:")
+        shown += [f"    rank {rank}: {lines[0] if lines else '(nothing)'}" for rank, lines in differing.items()]
     if remedy:
         shown.append(f"  {remedy}")
     places = {rank: described.call_site.partition("at ")[2] for rank, described in by_rank.items()}
@@ -329,11 +330,14 @@ def _remedy_for_lines(descriptions: Mapping[int, Description], same: str) -> str
             return f"{name} differs: {_by_value(values)}: pass arrays of the same shape and dtype on all ranks"
     if not all(by_rank.values()):  # a rank ends its step, and its headline says what it lacks
         return same
-    for name in names:
-        if absent := [rank for rank, arrays in by_rank.items() if name not in arrays]:
-            if name.startswith("array of ") and len(set(counts.values())) == 1:
-                return _SAME_VALUES
-            return f"{name} is missing here on {name_ranks(absent)}: {same}"
+    missing = {name: [rank for rank, arrays in by_rank.items() if name not in arrays] for name in names}
+    if absent := {name: ranks for name, ranks in missing.items() if ranks}:
+        first = next(iter(absent))
+        if first.startswith("array of ") and len(set(counts.values())) == 1:
+            return _SAME_VALUES
+        # Where a name is misspelt, the others lack another.
+        others = [f", and {name} on {name_ranks(on)}" for name, on in absent.items() if on != absent[first]]
+        return f"{first}{_IS_MISSING}{name_ranks(absent[first])}{''.join(others[:1])}: {same}"
     if len({tuple(arrays) for arrays in by_rank.values()}) > 1:
         return _ONE_ORDER_OF_PARAMETERS
     return same
