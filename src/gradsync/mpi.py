@@ -36,6 +36,7 @@ from gradsync.process_group import destroy_process_group, get_communicator, init
 from gradsync.reduction import ReduceOp
 
 PROC_NULL, ANY_SOURCE, UNDEFINED = -1, -2, -32766
+IDENT, CONGRUENT, SIMILAR, UNEQUAL = range(4)
 _LARGEST_TAG = 2**31 - 1
 
 # What is not there: the beginning of a name -> what to use.
@@ -58,9 +59,29 @@ _INSTEAD = {
     "Testsome": "Testany",
     "Send_init": "Isend in each round",
     "Recv_init": "Irecv in each round",
+    "Set_errhandler": "try and except: errors are always raised, so leave it out",
+    "Set_name": "a name of your own: that of a communicator stays",
+    "Set_attr": "a dict of your own",
+    "Translate_ranks": "allgather(MPI.COMM_WORLD.Get_rank()) on the smaller communicator",
+    "Create_vector": "a contiguous copy of the array: np.ascontiguousarray(part)",
+    "Get_library_version": "gradsync.__version__",
+    "Range_incl": "Incl(range(...))",
+    "Range_excl": "Excl(range(...))",
+    "Union": "Incl of a group, with the ranks listed",
+    "Disconnect": "Free",
+    "Cancel": "a message that the receiver can tell from the others by its tag",
 }
 _INSTEAD |= dict.fromkeys(("Iprobe", "Mprobe", "Improbe", "probe", "iprobe", "mprobe", "improbe"), _INSTEAD["Probe"])
 _INSTEAD |= {"scan": _INSTEAD["Scan"], "exscan": _INSTEAD["Exscan"], "Ibsend": _INSTEAD["Bsend"]}
+_INSTEAD |= dict.fromkeys(("ERRORS_RETURN", "ERRORS_ARE_FATAL", "Get_errhandler"), _INSTEAD["Set_errhandler"])
+_INSTEAD |= dict.fromkeys(("Get_attr", "Create_keyval"), _INSTEAD["Set_attr"]) | {
+    "Get_version": _INSTEAD["Get_library_version"]
+}
+_INSTEAD |= dict.fromkeys(("Intersection", "Difference"), _INSTEAD["Union"])
+_INSTEAD |= {
+    f"Create_{kind}": _INSTEAD["Create_vector"]
+    for kind in ("contiguous", "hvector", "indexed", "indexed_block", "hindexed", "struct", "subarray", "resized")
+}
 _INSTEAD |= {
     f"I{name}": f"{name.capitalize()}, or comm.asynchronous of gradsync"
     for name in ("bcast", "barrier", "reduce", "gather", "scatter", "allgather", "alltoall")
@@ -69,8 +90,8 @@ _INSTEAD |= {
 
 def _missing(owner: str, name: str) -> NoReturn:
     advice = _INSTEAD.get(name) or _INSTEAD.get(name.rstrip("vw"))
-    text = f"use {advice}" if advice else "docs/mpi4py.md has what is there"
-    raise AttributeError(f"gradsync.mpi has no {owner}.{name}: {text}", name=name)
+    text = advice or "mpi4py itself, beside gs.from_mpi(comm); docs/mpi4py.md has what is here"
+    raise AttributeError(f"gradsync.mpi has no {owner}.{name}: use {text}", name=name)
 
 
 class _ShapedType(type):
@@ -416,8 +437,8 @@ class Comm(_Shaped):
     only mpi4py has raises AttributeError, which says what to use.
 
     Messages with tags: from one rank to another they match by tag, in the order of the calls. Send returns when the
-    other rank has the message, as Ssend does. Between two ranks, let messages of the gradsync communicator itself end
-    first: they share one channel, and a mixture raises PlanMismatch.
+    other rank has taken the message in, and so does Ssend. Between two ranks, let messages of the gradsync communicator
+    itself end first: they share one channel, and a mixture raises PlanMismatch.
 
     Args:
         communicator: the gradsync communicator; None: this is MPI.COMM_NULL.
@@ -457,7 +478,20 @@ class Comm(_Shaped):
     def Get_size(self) -> int:
         return self.communicator.world_size
 
-    rank, size = property(Get_rank), property(Get_size)
+    def Get_name(self) -> str:
+        return self.communicator.recorder.group
+
+    rank, size, name = property(Get_rank), property(Get_size), property(Get_name)
+
+    @staticmethod
+    def Compare(comm1: Comm, comm2: Comm) -> int:
+        """Returns MPI.IDENT, CONGRUENT (the same ranks, in the same order), SIMILAR (in another order) or UNEQUAL."""
+        if comm1 == comm2:
+            return IDENT
+        one, other = comm1.communicator.ranks, comm2.communicator.ranks
+        if one == other or len(one) == len(other) == 1:  # this process alone
+            return CONGRUENT
+        return SIMILAR if sorted(one) == sorted(other) else UNEQUAL
 
     def Is_inter(self) -> bool:
         return False
@@ -541,6 +575,9 @@ class Comm(_Shaped):
             try:
                 data = np.asarray(memoryview(data))
             except TypeError:
+                if data is IN_PLACE:
+                    place = "recvbuf on the root" if what.startswith("Scatter") else "sendbuf, the first argument"
+                    self._refuse(what, f"takes MPI.IN_PLACE in place of {place}")
                 self._refuse(what, f"needs an array or another buffer, got {type(data).__name__}")
         array = self.communicator.native_array(data, what)
         if not array.flags.c_contiguous:
@@ -606,7 +643,13 @@ class Comm(_Shaped):
         source = self._elements(what, sendbuf)
         if target.size > source.size:  # MPI counts what is sent
             target = target[: source.size]
+        self._check_room(what, target, source.size, source.dtype)
         return source, self._operator(what, op), target
+
+    def _check_room(self, what: str, target: Any, size: int, dtype: Any) -> None:
+        """Raises InvalidArgument in the words of MPI, where the array for a result does not fit."""
+        if (target.size, target.dtype) != (size, dtype):
+            self._refuse(what, f"needs recvbuf with {size} elements of {dtype}, got {target.size} of {target.dtype}")
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
         source, by, target = self._reduction("Allreduce", sendbuf, recvbuf, op)
@@ -646,6 +689,7 @@ class Comm(_Shaped):
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
         target = self._elements("Allgather", recvbuf, self.size)
         source = self._own_part(target) if _is_in_place(sendbuf) else self._elements("Allgather", sendbuf)
+        self._check_room("Allgather", target, source.size * self.size, source.dtype)
         self._settled().all_gather(source, out=target)
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
@@ -656,6 +700,8 @@ class Comm(_Shaped):
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
         target = self._elements("Gather", recvbuf, self.size) if self.rank == root else None
         source = self._own_part(target) if _is_in_place(sendbuf) else self._elements("Gather", sendbuf)
+        if target is not None:
+            self._check_room("Gather", target, source.size * self.size, source.dtype)
         self._settled().gather(source, root, out=target)
 
     def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
@@ -682,6 +728,7 @@ class Comm(_Shaped):
     def Alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
         target = self._elements("Alltoall", recvbuf, self.size)
         source = target if _is_in_place(sendbuf) else self._elements("Alltoall", sendbuf, self.size)
+        self._check_room("Alltoall", target, source.size, source.dtype)
         self._settled().all_to_all(source, out=target)
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> None:
@@ -781,6 +828,18 @@ class Comm(_Shaped):
         receiving.wait(status)
         sending.wait()
 
+    def Sendrecv_replace(
+        self,
+        buf: Any,
+        dest: int,
+        sendtag: int = 0,
+        source: int = ANY_SOURCE,
+        recvtag: int = ANY_TAG,
+        status: Status | None = None,
+    ) -> None:
+        sent = self._elements("Sendrecv_replace", buf).copy()
+        self.Sendrecv(sent, dest, sendtag, buf, source, recvtag, status)
+
     def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         if dest == PROC_NULL:
             return _nothing()
@@ -862,6 +921,8 @@ class _Module:
     Exception = GradsyncError
     COMM_NULL, REQUEST_NULL, DATATYPE_NULL = Comm(), Request(), None
     IN_PLACE, PROC_NULL, ANY_SOURCE, ANY_TAG, UNDEFINED = IN_PLACE, PROC_NULL, ANY_SOURCE, ANY_TAG, UNDEFINED
+    IDENT, CONGRUENT, SIMILAR, UNEQUAL = IDENT, CONGRUENT, SIMILAR, UNEQUAL
+    THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
     COMM_TYPE_SHARED = SUCCESS = 0
 
     def __init__(self) -> None:
@@ -894,6 +955,10 @@ class _Module:
 
     def Is_finalized(self) -> bool:
         return self._is_finalized and not is_initialized()
+
+    def Query_thread(self) -> int:
+        """Returns THREAD_SERIALIZED: any thread may use a communicator, one at a time."""
+        return self.THREAD_SERIALIZED
 
     @staticmethod
     def Wtime() -> float:

@@ -44,6 +44,8 @@ class ReduceOp(enum.StrEnum):
         if op is None:
             is_mean = str(value).rpartition(".")[2].lower() in ("avg", "average")  # PyTorch's, Horovod's
             advice = '; for the average take "mean"' if is_mean else ""
+            if type(value).__name__ == "Op":
+                advice = '; in place of MPI\'s operators write the name, such as op="sum"'
             known = ", ".join(op.value for op in cls)
             raise InvalidArgument(f"op needs to be one of {known}, got {shown(value)}{advice}")
         return op

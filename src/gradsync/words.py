@@ -104,6 +104,7 @@ FOREIGN: dict[str, dict[str, str]] = {
         "clip_grad_norm_": 'gs.AllreduceCallback("mean", clip_norm=1.0)',
         "no_sync": "arrays of your own to add gradients up in, and hand over each sum once",
         "Join": "with sync.backward(weight=len(batch)): a rank without a batch passes 0 (docs/uneven.md)",
+        "MPI": "from gradsync.mpi import MPI, or gs.from_mpi(MPI.COMM_WORLD) with mpi4py's",
     },
     "a Communicator": {
         "size": "world_size",
@@ -143,6 +144,7 @@ FOREIGN: dict[str, dict[str, str]] = {
         "src": "root",
         "dst": "root",
         "tensor": "array",
+        "tag": "gradsync.mpi, whose messages have tags: gradsync.mpi.wrap(comm).Send(array, dest, tag)",
     },
     "shard_indices": {
         "num_replicas": "no argument for it: the communicator knows",

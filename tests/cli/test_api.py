@@ -12,6 +12,7 @@ from click.testing import CliRunner
 import gradsync as gs
 from gradsync import errors
 from gradsync.cli import main
+from gradsync.mpi import MPI
 from gradsync.words import REMOVED  # the table that these tests go through
 
 ERRORS = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, gs.GradsyncError)]
@@ -83,6 +84,10 @@ def test_likewise_an_attribute_of_a_communicator(name, word):
         (lambda comm, x: comm.all_reduce(x, opp="sum"), "did you mean op?"),
         (lambda comm, x: comm.all_reduce(x, "avg"), 'for the average take "mean"'),
         (lambda comm, x: comm.all_reduce(x, "ReduceOp.AVG"), 'for the average take "mean"'),
+        (lambda comm, x: comm.all_reduce(x, MPI.SUM), 'such as op="sum"'),
+        (lambda comm, x: comm.send(x, 0, tag=3), "use gradsync.mpi, whose messages have tags"),
+        (lambda comm, x: comm.recv(x, 0, tag=3), "use gradsync.mpi, whose messages have tags"),
+        (lambda comm, x: gs.MPI, "from gradsync.mpi import MPI"),
         (lambda comm, x: gs.shard_indices(8, num_replicas=2), "no argument for it"),
         (lambda comm, x: gs.shard_indices(8, drop_last=True), 'use uneven="drop"'),
         (lambda comm, x: gs.comm.all_reduce(x), "use gs.get_communicator().all_reduce"),

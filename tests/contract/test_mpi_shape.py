@@ -543,12 +543,59 @@ def test_messages_of_the_communicator_itself_are_others(comm):
         (lambda face: MPI.File.Open(), AttributeError, "a file for each rank"),
         (lambda face: MPI.DOUBLE.Create_vector(1, 2, 3), AttributeError, "no Datatype.Create_vector"),
         (lambda face: MPI.Request.Waitsome([]), AttributeError, "no Request.Waitsome: use Waitany"),
+        (lambda face: face.Set_errhandler(MPI.ERRORS_RETURN), AttributeError, "try and except"),
+        (lambda face: face.Get_group().Translate_ranks([0]), AttributeError, "use allgather"),
+        (lambda face: face.Get_topology(), AttributeError, "use mpi4py itself, beside gs.from_mpi"),
         (lambda face: face.Split_type(5), gs.InvalidArgument, "COMM_TYPE_SHARED only"),
     ],
 )
 def test_what_is_not_there_says_what_to_use(comm, call, error, text):
     with pytest.raises(error, match=text):
         call(wrap(comm))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda face: face.Allreduce(np.ones(3), np.ones(2)),
+            "Allreduce needs recvbuf with 3 elements of float64, got 2",
+        ),
+        (lambda face: face.Reduce(np.ones(3), np.ones(3, "f4"), root=face.rank), "recvbuf with 3 .* got 3 of float32"),
+        (lambda face: face.Allgather(np.ones(3), np.ones((2, 2))), "Allgather needs recvbuf with 6 elements"),
+        (lambda face: face.Gather(np.ones(3), np.ones(2), root=face.rank), "Gather needs recvbuf with 6 elements"),
+        (lambda face: face.Alltoall(np.ones(4), np.ones(2)), "Alltoall needs recvbuf with 4 elements"),
+        (lambda face: face.Allreduce(np.ones(3), MPI.IN_PLACE), "MPI.IN_PLACE in place of sendbuf, the first argument"),
+        (
+            lambda face: face.Scatter(MPI.IN_PLACE, np.ones(3), face.rank),
+            "MPI.IN_PLACE in place of recvbuf on the root",
+        ),
+    ],
+)
+def test_a_buffer_for_the_result_that_does_not_fit_is_told_in_the_words_of_mpi(comm, call, text):
+    with pytest.raises(gs.InvalidArgument, match=text):
+        call(wrap(comm))
+    comm.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+def test_what_is_known_of_a_communicator(comm):
+    face, turned = wrap(comm), wrap(comm).Split(0, -comm.rank)
+    assert face.name == face.Get_name() == comm.recorder.group
+    pairs = {MPI.IDENT: face, MPI.CONGRUENT: face.Dup(), MPI.SIMILAR: turned, MPI.UNEQUAL: MPI.COMM_SELF}
+    assert [MPI.Comm.Compare(face, other) for other in pairs.values()] == [*pairs]
+    assert MPI.Comm.Compare(face.Split(comm.rank), MPI.COMM_SELF) == MPI.CONGRUENT
+    assert MPI.THREAD_SINGLE < MPI.Query_thread() < MPI.THREAD_MULTIPLE
+
+
+@pytest.mark.ranks(on=EVERYWHERE)
+def test_a_message_may_replace_what_was_sent(comm):
+    n, rank, arrays, face = comm.world_size, comm.rank, arrays_of(comm), wrap(comm)
+    for size in SIZES:
+        buffer = arrays.put(value_of(rank, size))
+        face.Sendrecv_replace(buffer, (rank + 1) % n, 3, (rank - 1) % n, 3)
+        np.testing.assert_array_equal(arrays.get(buffer), value_of((rank - 1) % n, size))
 
 
 def test_names():

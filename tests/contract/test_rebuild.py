@@ -11,6 +11,7 @@ import pytest
 
 import gradsync as gs
 from arrays import arrays_of
+from gradsync.mpi import MPI
 
 ON = {"shm": (4,), "fake": (3,)}
 
@@ -153,6 +154,16 @@ def test_callbacks_begin_anew(comm):
     with sync.backward():  # other gradients than before: no step is known
         sync("b", np.full(2, comm.rank, "float32"))
     assert sync.results()["b"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.ranks(2, on=("shm",), fresh=True)
+def test_the_world_of_mpi_is_the_new_one_and_a_stored_one_has_ended(comm):
+    stored, part = MPI.COMM_WORLD, MPI.COMM_WORLD.Split(0)
+    gs.rebuild()
+    assert MPI.COMM_WORLD.allreduce(1) == 2
+    for ended in (stored, part):
+        with pytest.raises(gs.CommunicatorClosed):
+            ended.Barrier()
 
 
 @pytest.mark.ranks(2, on=("shm",), fresh=True)

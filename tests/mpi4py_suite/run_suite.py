@@ -22,7 +22,6 @@ SKIPPED = {
     "*.TestReduceLocal.*": "no Reduce_local",
     "*.testAlltoallw*": "no Alltoallw",
     "*.testISendrecv*": "no Isendrecv",
-    "*.testSendrecvReplace": "no Sendrecv_replace",
     "*.testProcNullISendrecv": "no Isendrecv",
     "*.testProcNullPersistent": "no persistent requests",
     "*.testProcNull": "Bsend; test_p2p_obj has the others",

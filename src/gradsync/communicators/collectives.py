@@ -466,7 +466,7 @@ class Collectives(ABC):
 
     # -- Messages between two ranks: they are received in the order of sending; there are no tags ----------------
 
-    def send(self, array: Any, dest: int, *, stream: Any = None) -> Any:
+    def send(self, array: Any, dest: int, *, stream: Any = None, **foreign: NoReturn) -> Any:
         """Sends an array to one other rank, which must call recv or exchange for the same shape and dtype.
 
         On the CPU it returns once that rank has begun to receive; on a GPU once NCCL has launched the message. Two
@@ -478,11 +478,13 @@ class Collectives(ABC):
             dest: the rank that receives it; not this rank.
             stream: see the class.
         """
+        if foreign:
+            _refuse("send", foreign)
         dest = checked_rank(self._backend, "send", "dest", dest, is_self_allowed=False)
         stream = self._backend.checked_stream(stream, "send")
         return self._send_and_receive("send", [self._outgoing("send", array, dest, stream)], [], stream, None)
 
-    def recv(self, array: Any, source: int, *, stream: Any = None) -> Any:
+    def recv(self, array: Any, source: int, *, stream: Any = None, **foreign: NoReturn) -> Any:
         """Receives an array from one other rank, which must call send or exchange.
 
         Args:
@@ -493,6 +495,8 @@ class Collectives(ABC):
         Returns:
             `array`.
         """
+        if foreign:
+            _refuse("recv", foreign)
         source = checked_rank(self._backend, "recv", "source", source, is_self_allowed=False)
         stream = self._backend.checked_stream(stream, "recv")
         incoming = self._incoming("recv", "array", array, source, stream)
