@@ -601,7 +601,7 @@ def _connect_world(where: str, client: RendezvousClient, steps: int) -> Communic
         with reporting(where, client):
             settings, progress = _compare(client, settings, steps)
     communicator = agree_and_connect(where, client, wanted, settings, "world")
-    return _begin_world(communicator, settings, progress, member)
+    return _begin_world(communicator, settings, progress, member, is_rebuilt=client.numbers is not None)
 
 
 def _compare(client: RendezvousClient, settings: WorldSettings, steps: int) -> tuple[WorldSettings, list[int]]:
@@ -615,11 +615,16 @@ def _compare(client: RendezvousClient, settings: WorldSettings, steps: int) -> t
 
 
 def _begin_world(
-    communicator: Communicator, settings: WorldSettings, steps: Sequence[int] = (0,), member: int = 0
+    communicator: Communicator,
+    settings: WorldSettings,
+    steps: Sequence[int] = (0,),
+    member: int = 0,
+    *,
+    is_rebuilt: bool = False,
 ) -> Communicator:
     """Makes it the world; `steps` are those that its ranks have completed."""
     global _settings
-    communicator.begin_as_world(member, steps)
+    communicator.begin_as_world(member, steps, is_rebuilt=is_rebuilt)
     communicator.on_exit = partial(_end_block, _launched)
     _settings = settings
     set_world(communicator)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -154,6 +156,45 @@ def test_callbacks_begin_anew(comm):
     with sync.backward():  # other gradients than before: no step is known
         sync("b", np.full(2, comm.rank, "float32"))
     assert sync.results()["b"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.ranks(on={"shm": (3,), "fake": (3,)}, ends={2: -9})
+def test_gradient_buffers_go_on(comm):
+    """The program writes gradients into them, and reads the results there."""
+    sync = gs.AllreduceCallback("sum", parameters={"w": ((3,), "float64")}, gradient_as_bucket_view=True)
+    buffer = sync.gradient_buffers()["w"]
+    for _ in range(2):
+        with sync.backward():
+            buffer[...] = comm.member + 1
+            sync("w", buffer)
+        assert buffer.tolist() == [sum(range(1, comm.world_size + 1))] * 3
+        if comm.world_size == 3:
+            die(comm, 2)
+            comm = gs.rebuild()
+
+
+@pytest.mark.ranks(2, on=("shm",), ends={0: -9})
+@pytest.mark.parametrize("how", ["no callback", "to a group", "from a group"])
+def test_no_rank_is_left_with_half_of_a_state(comm, how):
+    """The root dies as soon as rank 1 has written some of its values."""
+    everyone = comm.new_group([0, 1])
+    if how == "no callback":
+        comm = gs.rebuild()
+    else:
+        mean_over(gs.AllreduceCallback(group=everyone if how == "from a group" else None), comm, 1.0)
+    state, root = [np.full(n, float(comm.rank)) for n in (100_000, 5_000_000)], comm.objects.broadcast(os.getpid())
+
+    def kill():
+        while state[0][0] == 1.0:
+            pass
+        os.kill(root, signal.SIGKILL)
+
+    if comm.rank == 1:
+        threading.Thread(target=kill, daemon=True).start()
+    with contextlib.suppress(gs.RankFailed):
+        gs.broadcast_tree(state, communicator=everyone if how == "to a group" else comm)
+        time.sleep(30.0 * (comm.rank == 0))
+    assert {*state[0].tolist()} == {*state[1].tolist()} == {0.0}
 
 
 @pytest.mark.ranks(2, on=("shm",), fresh=True)

@@ -148,7 +148,8 @@ class BucketMemory:
 
     def __init__(self, buckets: Sequence[Bucket], communicator: Communicator) -> None:
         self._arrays = arrays = arrays_of(communicator)
-        self._label = communicator.label
+        self._label, self._device = communicator.label, communicator.device
+        self._layout = [bucket.specs for bucket in buckets]
         self.views: dict[Hashable, Array] = {}
         self.flats: list[Array] = []
         self._names = {
@@ -170,6 +171,13 @@ class BucketMemory:
                 f"{self._label}: not enough memory for the buckets, {size_text(size_bytes)}: {error}"
             ) from error
         self._bounds = [arrays.byte_bounds(flat) for flat in self.flats if flat.size]
+
+    def goes_on(self, buckets: Sequence[Bucket], communicator: Communicator) -> bool:
+        """Whether another communicator, which has these buckets, can go on with it; if so, it does."""
+        if [bucket.specs for bucket in buckets] != self._layout or communicator.device != self._device:
+            return False
+        self._label, self._arrays = communicator.label, arrays_of(communicator)
+        return True
 
     def holds(self, key: Hashable, native: Array) -> bool:
         """Whether an array is the view that belongs to a gradient.

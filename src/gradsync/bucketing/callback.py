@@ -211,8 +211,8 @@ class AllreduceCallback:
         over. Another array is copied into its bucket, and the result is in the bucket. The mapping is read-only: write
         `buffers["w"][...] = gradient`.
 
-        After the communicator is closed, you can read the arrays, but not reduce them. Those of an earlier call are
-        copied, as any other array.
+        They stay the same after gs.rebuild(). After the communicator is closed, you can read the arrays, but not reduce
+        them. Those of an earlier call are copied, as any other array.
 
         Returns:
             A read-only mapping of names to arrays, or a list of arrays, as in `parameters`; all zeros.

@@ -231,7 +231,7 @@ class Step:
 
     def _take_up(self, communicator: Communicator) -> None:
         options = self._options
-        self._plan, self._memory, self._results, self._results_end = None, None, {}, DONE
+        self._plan, self._results, self._results_end = None, {}, DONE
         self._is_launched_by = None
         self._known = {}
         self._divergence = Divergence(options.check_every, options.diverged == "raise", communicator)
@@ -246,6 +246,9 @@ class Step:
             default = VIEWS_ON_CPU_THRESHOLD_BYTES if in_views else DEFAULT_THRESHOLD_BYTES
             self.threshold_bytes = checked_threshold(options.threshold_or(default))
             self._plan = self._plan_of(list(self._known))
+            # The program's buffers stay those of the callback: it writes gradients into them, and reads the results.
+            if self._memory is not None and not self._memory.goes_on(self._plan.buckets, communicator):
+                self._memory = None
         self._keys = {each.name: key for key, each in self._known.items()}
 
     def use_hook(self, hook: BucketHook | None) -> None:

@@ -326,8 +326,8 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     and only the tree that is returned has it. What a JAX pytree does not list among its children, such as static
     fields, is not sent.
 
-    Once the ranks have made a step, they write to their arrays only when all have arrived, for which they need memory
-    for a second copy: if a rank dies meanwhile, no other is left with half of a state.
+    Once the ranks have made a step, or were rebuilt, they write to their arrays only when all have arrived, for which
+    they need memory for a second copy: if a rank dies meanwhile, no other is left with half of a state.
 
     Args:
         tree: the tree of this rank. Its containers stay as they are.

@@ -70,20 +70,22 @@ class Communicator(Collectives):
         self._completed_before = 0
         self.on_exit: Callable[[BaseException | None], None] | None = None
 
-    def begin_as_world(self, member: int, completed_steps: Sequence[int]) -> None:
+    def begin_as_world(self, member: int, completed_steps: Sequence[int], *, is_rebuilt: bool) -> None:
         """Begins as the world's communicator; `completed_steps` are those of its ranks in worlds before."""
         self.member, self.completed_steps = member, completed_steps[self.rank]
+        self._tree.has_begun = is_rebuilt  # also if no callback counts the steps
         self._completed_before = max(completed_steps)
         self.most_advanced = completed_steps.index(self._completed_before)
 
     def count_step(self) -> None:
         """Counts a flush that callbacks have completed."""
         self.completed_steps = max(self.completed_steps, self._completed_before) + 1
+        self._tree.has_begun = True
 
     @property
     def has_begun(self) -> bool:
-        """Whether some rank has completed a step, so that there is a state to lose."""
-        return max(self.completed_steps, self._completed_before) > 0
+        """Whether there is a state to lose: this world, or one of its groups, has completed a step, or was rebuilt."""
+        return self._tree.has_begun
 
     def __getattr__(self, name: str) -> NoReturn:
         no_attribute("a Communicator", "'Communicator' object", name, dir(self))

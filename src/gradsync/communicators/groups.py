@@ -43,10 +43,14 @@ class CommunicatorTree:
 
     Args:
         name: the name of the world's communicator.
+
+    Attributes:
+        has_begun: whether one of them has completed a step, or the world was rebuilt: there is a state to lose.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.has_begun = False
         self._counts: dict[str, int] = {}
         # In the order of their making, which is one order on all ranks: close() waits for messages.
         self._communicators: weakref.WeakKeyDictionary[Member, None] = weakref.WeakKeyDictionary()
