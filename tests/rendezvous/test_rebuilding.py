@@ -454,3 +454,27 @@ def test_the_server_and_its_clients_keep_no_thread_and_no_descriptor():
         wait_until(lambda: threading.active_count() <= threads)
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
         assert run.of[0].generation == 22
+
+
+def test_while_some_wait_the_log_says_for_whom():
+    notices = []
+    worlds = Worlds(lambda *_: None, lambda _: None, notices.append, lambda _: "", size=3)
+
+    def join(now, rank, connection, **options):
+        worlds.received(now, connection, wire.Message(wire.Kind.JOIN, 1, list(joining(rank, 3, **options))))
+
+    for rank in range(3):
+        join(0.0, rank, rank)
+    worlds.lost(1.0, 0, "killed")
+    join(2.0, 0, 10)
+    worlds.tick(20.0)
+    assert notices == []  # one that is new waits for nobody
+    join(21.0, 1, 11, last=1, min_ranks=3)
+    worlds.tick(26.5)
+    worlds.lost(27.0, 10, "killed")
+    join(27.0, 2, 12, last=1)
+    worlds.tick(32.0)
+    assert notices == [
+        f"2 ranks wait for gs.rebuild(); waiting for rank 2 ({RUNS})",
+        "2 ranks wait for gs.rebuild(); waiting for rank 0 (not joined); 2 came, and 3 are needed at least",
+    ]

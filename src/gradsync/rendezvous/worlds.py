@@ -638,7 +638,8 @@ class Worlds:
                 request.fail(generation.failure)
             else:
                 request.refuse(REPLACED)
-        self._advance(now)
+        if message.kind in (Kind.JOIN, Kind.LEAVE, Kind.FAIL):  # no other one changes who is there
+            self._advance(now)
 
     def lost(self, now: float, connection: int, cause: str, *, is_silent: bool = False) -> None:
         """Handles the end of a connection; `is_silent`: the peer's machine acknowledges nothing any more."""
@@ -1004,8 +1005,11 @@ class Worlds:
             world.notice_at = now + NOTICE_SECONDS
             forming = world.forming
             assert forming is not None
-            where = self._awaited(forming)[1]
-            self._notice(f"{len(forming.members)} of {world.size} ranks have joined; waiting for {where}")
+            where, count = self._awaited(forming)[1], len(forming.members)
+            who = f"{count} of {world.size} ranks have joined"
+            if world.running is not None:
+                who = f"{count} rank{' waits' if count == 1 else 's wait'} for gs.rebuild()"
+            self._notice(f"{who}; waiting for {where}")
 
     def _look_for_silent(self, now: float) -> None:
         """Gives up the members that have been silent for long, and that /proc calls stopped or a zombie.
