@@ -502,6 +502,8 @@ class Comm(_Shaped):
     def Get_group(self) -> Group:
         return Group(range(self.size), self.rank)
 
+    group = property(Get_group)
+
     def Split(self, color: int = 0, key: int = 0) -> Comm:
         """Divides the ranks, one group for each color. With color MPI.UNDEFINED this rank gets COMM_NULL."""
         return wrap(self._settled().split(None if color == UNDEFINED else color, key))
@@ -572,12 +574,12 @@ class Comm(_Shaped):
             data = np.asarray(data)
             data.flags.writeable = False  # a copy: what came into it would be lost
         elif not any(hasattr(data, name) for name in ("dtype", "__dlpack__", "__cuda_array_interface__")):
+            if data is IN_PLACE:
+                place = "recvbuf on the root" if what.startswith("Scatter") else "sendbuf, the first argument"
+                self._refuse(what, f"takes MPI.IN_PLACE in place of {place}")
             try:
                 data = np.asarray(memoryview(data))
             except TypeError:
-                if data is IN_PLACE:
-                    place = "recvbuf on the root" if what.startswith("Scatter") else "sendbuf, the first argument"
-                    self._refuse(what, f"takes MPI.IN_PLACE in place of {place}")
                 self._refuse(what, f"needs an array or another buffer, got {type(data).__name__}")
         array = self.communicator.native_array(data, what)
         if not array.flags.c_contiguous:

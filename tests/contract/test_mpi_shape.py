@@ -583,6 +583,7 @@ def test_a_buffer_for_the_result_that_does_not_fit_is_told_in_the_words_of_mpi(c
 def test_what_is_known_of_a_communicator(comm):
     face, turned = wrap(comm), wrap(comm).Split(0, -comm.rank)
     assert face.name == face.Get_name() == comm.recorder.group
+    assert face.group.size == comm.world_size
     pairs = {MPI.IDENT: face, MPI.CONGRUENT: face.Dup(), MPI.SIMILAR: turned, MPI.UNEQUAL: MPI.COMM_SELF}
     assert [MPI.Comm.Compare(face, other) for other in pairs.values()] == [*pairs]
     assert MPI.Comm.Compare(face.Split(comm.rank), MPI.COMM_SELF) == MPI.CONGRUENT
