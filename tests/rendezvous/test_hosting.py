@@ -104,6 +104,15 @@ def test_rank_0_hosts_and_the_others_find_it(rank, how, port, secret_file, tmp_p
     assert list(folder.iterdir()) == []  # what the next run could take for its own
 
 
+def test_a_first_host_of_slurm_that_others_cannot_reach_is_told_as_such(monkeypatch, secret_file, caplog):
+    here = LAUNCHERS["srun"](0) | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "localhost"}
+    for name, value in (here | {"GRADSYNC_SECRET_FILE": secret_file}).items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(gs.RendezvousTimeout, match="rank 1"):
+        gs.init_process_group("shm", timeout_seconds=1)
+    assert "gradsync: the first host of Slurm's list of nodes is localhost, which is " in caplog.text
+
+
 @pytest.mark.ranks(2, ends={0: -9})
 @pytest.mark.parametrize("is_rebuilt", [False, True])
 def test_the_death_of_a_rank_0_that_hosts_ends_the_run_and_says_how_it_would_not(rank, port, tmp_path, is_rebuilt):

@@ -306,9 +306,9 @@ def _reachable(name: str) -> str:
     import logging  # imported here to keep the start of a rank short
 
     logging.getLogger("gradsync").warning(
-        "gradsync: %s%s is %s on this machine, which other machines cannot reach: set MASTER_ADDR to this "
+        "gradsync: %s%s, which is %s on this machine, where other machines cannot reach it: set MASTER_ADDR to this "
         "machine's address in the network, or correct /etc/hosts",
-        "MASTER_ADDR=" if value_of(os.environ, "MASTER_ADDR") else "the first host of Slurm's list of nodes, ",
+        "MASTER_ADDR=" if value_of(os.environ, "MASTER_ADDR") else "the first host of Slurm's list of nodes is ",
         name,
         " and ".join(found),
     )
