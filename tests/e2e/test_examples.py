@@ -261,7 +261,6 @@ def test_a_training_survives_all_that_is_killed(cli, digits, seed):
     code, out, err = launcher.result()
     assert code == 0, err
     assert float(re.search(r"accuracy ([\d.]+)%", out)[1]) > 96.5
-    assert "Traceback" not in err
 
 
 def is_of_rank(pid, ranks):
