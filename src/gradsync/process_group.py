@@ -277,9 +277,9 @@ def _rebuild(world: Communicator | None, steps: int, least: int, timeout_seconds
             _client.check()  # a server that is gone forms no world
         try:
             client = _rejoin(_client, _launched[1], least, left, timeout_seconds)
+            last, _client = _client, client
             if world is not None:
                 _replace_world(world)
-            last, _client = _client, client
             last.abandon()
             return _connect_world("rebuild", client, steps)
         except RankFailed:  # in the midst of it: once more, without that rank

@@ -160,6 +160,11 @@ class RendezvousClient:
                 fields = world, rank, world_size, after, min_ranks, *process
                 operation = "joining" if last is None else "rebuild"
                 number, numbers = connection.ask(operation, seconds, Kind.JOIN, *fields, shown_seconds=shown_seconds)
+                if numbers is None:
+                    return cls(connection, tuple(range(world_size)), rank, generation=number)
+                size, new_rank = len(numbers), numbers.index(rank)
+                connection.label = f"rank {new_rank}/{size}"
+                return cls(connection, tuple(range(size)), new_rank, generation=number, numbers=tuple(numbers))
             except BaseException as error:
                 connection.abandon()
                 if isinstance(error, RendezvousTimeout) and error.missing_ranks == (rank,):
@@ -171,11 +176,6 @@ class RendezvousClient:
                 if not is_dropped or connection.is_accepted or not attempts_left:
                     raise
                 continue
-            if numbers is None:
-                return cls(connection, tuple(range(world_size)), rank, generation=number)
-            rank, world_size = numbers.index(rank), len(numbers)
-            connection.label = f"rank {rank}/{world_size}"
-            return cls(connection, tuple(range(world_size)), rank, generation=number, numbers=tuple(numbers))
 
     def group(self, members: Sequence[int], name: str) -> RendezvousClient:
         """Returns this rank's client for a group of these members. All members must call `group` with equal arguments.
