@@ -44,6 +44,15 @@ def callbacks(comm):
     return weakref.ref(sync)
 
 
+def rebuilt_worlds(comm):
+    """With groups that nobody closes."""
+    world = gs.get_communicator()
+    kept = [world.new_group(range(world.world_size)), gs.AllreduceCallback()]
+    callbacks(world)
+    gs.rebuild()
+    return weakref.ref(kept[0])
+
+
 def process_groups(comm):
     """With groups that nobody closes."""
     gs.destroy_process_group()
@@ -55,7 +64,7 @@ def process_groups(comm):
 
 
 @pytest.mark.ranks(on={"shm": (1, 2), "local": (1,)}, fresh=True)
-@pytest.mark.parametrize("cycle", [groups, callbacks, process_groups], ids=lambda cycle: cycle.__name__)
+@pytest.mark.parametrize("cycle", [groups, callbacks, rebuilt_worlds, process_groups], ids=lambda cycle: cycle.__name__)
 def test_nothing_stays(comm, cycle):
     for _ in range(5):  # what is made once, on first use, is no leak
         cycle(comm)
@@ -78,3 +87,22 @@ def test_a_step_in_which_the_ranks_differ_keeps_nothing(comm):
     del group, sync
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.ranks(2, on=("shm", "fake"), fresh=True)
+def test_worlds_that_failed_and_were_rebuilt_are_collected(comm):
+    gs.rebuild()  # the test holds `comm`
+    gone = []
+    for turn in range(10):
+        comm = gs.get_communicator()
+        gone.append(weakref.ref(comm))
+        if comm.rank == turn % 2:
+            comm.abort("in a test")
+        else:
+            with pytest.raises(gs.RankFailed):
+                while True:
+                    comm.barrier()
+        del comm
+        gs.rebuild().barrier()
+    gc.collect()
+    wait_until(lambda: not any(reference() for reference in gone), "that they are collected")

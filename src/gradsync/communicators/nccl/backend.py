@@ -120,7 +120,8 @@ class NcclBackend(Backend):
             raise
         # The finalizer does not run at interpreter exit: there the process group closes its communicators, and other
         # communicators cannot hang (see library.py).
-        weakref.finalize(self, nccl.leave, partial(_end_rest, self._watched, client)).atexit = False
+        # It must not hold `_watched`: the traceback of its failure has frames that hold this object.
+        weakref.finalize(self, nccl.leave, partial(_end_rest, weakref.ref(self._watched), client)).atexit = False
         if self._is_debugging:  # later the host would wait for ranks that compare their messages, and wait for this one
             self._meet_all()
 
@@ -583,8 +584,10 @@ def _follow(stream: Any, marks: Collection[Any]) -> None:
         stream.wait_event(event)
 
 
-def _end_rest(watched: Watched, client: RendezvousClient) -> None:
+def _end_rest(reference: weakref.ref[Watched], client: RendezvousClient) -> None:
     """Ends the looks for failures, after Python has collected a communicator."""
-    watched.stop()
+    watched = reference()
+    if watched is not None:
+        watched.stop()
     if client.name:  # only a group's client has a name; the world's client stays open
         client.close()
