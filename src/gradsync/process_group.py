@@ -596,6 +596,7 @@ def _connect_world(where: str, client: RendezvousClient, steps: int) -> Communic
     assert _launched is not None
     (wanted, settings), progress = _launched, [0] * client.world_size
     _numbers = client.numbers
+    trace.begin_world(client.generation, client.numbers)
     member = settings.place.rank
     if client.numbers is not None:  # the world was rebuilt, perhaps when this rank joined
         with reporting(where, client):

@@ -128,6 +128,47 @@ def test_a_rank_that_is_killed_leaves_no_trace_and_there_is_no_summary(cli, scri
     }
 
 
+SURVIVES = """
+    import os, signal
+    import numpy as np
+    import gradsync as gs
+    comm = gs.init_process_group()
+    sync, step = gs.AllreduceCallback("mean"), 0
+    while True:
+        try:
+            step = gs.broadcast_tree({"step": step}, root=comm.most_advanced)["step"]
+            if step == 8:
+                break
+            while step < 8:
+                with sync.backward():
+                    mean = sync("w", np.ones(3))
+                step += 1
+                if step == 4 and comm.member == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            comm = gs.rebuild(min_ranks=3 - ALONE)
+        except gs.RankFailed:
+            comm = gs.rebuild(min_ranks=3 - ALONE)
+    gs.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_those_who_survive_join_their_traces_and_worlds_are_told_apart(is_replaced, cli, script, tmp_path):
+    folder, options = tmp_path / "traced", ["--respawn", 1] if is_replaced else []
+    path = script(SURVIVES.replace("ALONE", str(int(not is_replaced))))
+    run = cli("run", "-n", 3, "--min-ranks", 2, *options, "--trace", folder, path)
+    assert "most waited for: rank" in run.err
+    collectives = {}
+    for event in events_of(folder / "all-ranks.json"):
+        if event.get("cat") == "collective":
+            where = event["args"]["group"], event["args"]["number"]
+            collectives.setdefault(where, {})[event["pid"]] = event["name"]
+    assert {rank for of_ranks in collectives.values() for rank in of_ranks} == ({0, 1, 2} if is_replaced else {0, 2})
+    assert all(len({*of_ranks.values()}) == 1 for of_ranks in collectives.values())
+    assert {group for group, _ in collectives} >= {"world", "world (2)"}
+    assert "world" not in {group for (group, _), of_ranks in collectives.items() if 1 in of_ranks}  # the new rank
+
+
 def test_a_second_process_group_adds_to_the_trace(cli, script, tmp_path):
     path = script("""
         import numpy as np, gradsync as gs

@@ -52,7 +52,9 @@ class Tracer:
         folder: where the files go.
         phases: the recorder and the number of a collective, and a phase's name, begin and end.
         steps: the number of a step's gradients, begin and end.
-        place: rank and world size of the last process group.
+        rank: this rank at launch.
+        needed: the ranks at launch of the last world, of which all have to write their file.
+        worlds: how many recorders there were when a world began, and the world's number, the same on its ranks.
         is_writing, is_terminated: whether the files are being written, and whether SIGTERM has come.
         wall_offset: the wall clock minus the monotonic clock, in seconds, to compare the times of several machines.
     """
@@ -61,7 +63,9 @@ class Tracer:
         self.folder = folder
         self.phases: deque[tuple[FlightRecorder, int, str, float, float]] = deque(maxlen=_MAX_EVENTS)
         self.steps: deque[tuple[int, float, float]] = deque(maxlen=_MAX_EVENTS)
-        self.place = (0, 1)
+        self.rank = 0
+        self.needed: tuple[int, ...] = (0,)
+        self.worlds: list[tuple[int, int]] = []
         self.wall_offset = time.time() - monotonic()
         self.is_writing = self.is_terminated = False
         self._step_began: dict[FlightRecorder, float] = {}
@@ -140,9 +144,16 @@ def begin(rank: int, world_size: int) -> None:
         (folder / name).unlink(missing_ok=True)
     if active is None:
         active, recording.traced = Tracer(folder), []
-    active.place = rank, world_size
+    active.rank, active.needed = rank, tuple(range(world_size))
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def begin_world(number: int, numbers: tuple[int, ...] | None) -> None:
+    """Begins a world, which has its number from the server; `numbers`: if it was rebuilt, its ranks at launch."""
+    if active is not None:
+        active.worlds.append((len(recording.traced or ()), number))
+        active.needed = numbers or active.needed
 
 
 def _on_sigterm(_number: int, _frame: object) -> None:
@@ -159,10 +170,9 @@ def end() -> None:
     if active is None or active.is_writing:
         return
     active.is_writing = True
-    rank, world_size = active.place
     try:
-        _write(active.folder / _name_of(rank), _events(active, rank))
-        _join(active.folder, world_size)
+        _write(active.folder / _name_of(active.rank), _events(active, active.rank))
+        _join(active.folder, active.needed)
     except Exception as error:  # the program has ended well, or with an error of its own
         _log.warning("the trace was not written: %s", describe(error))
     finally:
@@ -185,15 +195,15 @@ def _write(path: Path, events: list[Event]) -> None:
     temporary.replace(path)
 
 
-def _join(folder: Path, world_size: int) -> None:
-    """Joins the files of all ranks, if this rank is the last to end, and prints the summary."""
+def _join(folder: Path, needed: tuple[int, ...]) -> None:
+    """Joins the files of the ranks of the last world, if this rank is the last to end, and prints the summary."""
     import json
 
-    files = [folder / _name_of(rank) for rank in range(world_size)]
-    if not all(file.exists() for file in files):
+    files = {rank: folder / _name_of(rank) for rank in needed}
+    if not all(file.exists() for file in files.values()):
         return
     try:
-        by_rank = {rank: json.loads(file.read_text())["traceEvents"] for rank, file in enumerate(files)}
+        by_rank = {rank: json.loads(file.read_text())["traceEvents"] for rank, file in files.items()}
     except FileNotFoundError:  # a rank has begun its next process group; the files are joined when that has ended
         return
     try:
@@ -241,10 +251,12 @@ def _events(tracer: Tracer, rank: int) -> list[Event]:
         phases[recorder, number].append((phase, began, ended))
     kept_since = tracer.phases[0][3] if len(tracer.phases) == _MAX_EVENTS else 0.0
     now = monotonic()
-    names: Counter[str] = Counter()
-    for recorder in recording.traced or ():
-        names[recorder.group] += 1  # a later process group may use the name again
-        group = recorder.group if names[recorder.group] == 1 else f"{recorder.group} ({names[recorder.group]})"
+    names: Counter[tuple[str, int]] = Counter()
+    for index, recorder in enumerate(recording.traced or ()):
+        world = max((number for begun, number in tracer.worlds if begun <= index), default=1)
+        names[recorder.group, world] += 1  # a later world or process group may use the name again
+        number = world + names[recorder.group, world] - 1
+        group = recorder.group if number == 1 else f"{recorder.group} ({number})"
         entries = recorder.entries()
         if entries and entries[0].number > 1:  # the oldest were dropped
             kept_since = max(kept_since, entries[0].began)
