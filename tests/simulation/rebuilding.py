@@ -297,7 +297,8 @@ class RebuildingRun(Run):
             if life.process.is_stopped and not life.process.is_dead:
                 self._system.crash(life.process)
         new = [life for life in self._lives if not life.diary.is_finished and not life.process.is_dead]
-        scheduler.wait(lambda: all(life.diary.is_finished for life in new), 3 * CONNECT_SECONDS)
+        # One may have been taken in at this very moment, and waits for another rebuild.
+        scheduler.wait(lambda: all(life.diary.is_finished for life in new), CONNECT_SECONDS + 2 * REBUILD_SECONDS)
         if server.wait_until_empty(10.0):
             self._stay_idle()
             self._serve_again(server)
