@@ -149,6 +149,14 @@ def test_a_gradient_that_comes_twice_fails_the_step_and_the_next_is_right(alone,
         assert step(sync, gradients)["b"] is gradients["b"]
 
 
+def test_a_gradient_that_comes_twice_is_told_with_the_name_of_the_callback(alone):
+    sync = gs.AllreduceCallback("mean", alone, name="discriminator")
+    sync("w", np.ones(2))
+    with pytest.raises(gs.InvalidArgument, match=r"'w' was handed over to callback 'discriminator' twice before"):
+        sync("w", np.ones(2))
+    sync.flush()
+
+
 def test_without_a_process_group_or_with_another_backend_a_gradient_is_refused(alone):
     with pytest.raises(gs.InvalidArgument):
         gs.AllreduceCallback("mean", alone, "nccl")("w", np.ones(1))

@@ -365,9 +365,10 @@ class Step:
             )
         native = accept(name, grad, communicator, self._options)
         if key in self._grads:
+            callback = "" if self._identity.name is None else f" to callback {self._identity.text}"
             raise InvalidArgument(
-                f"{communicator.label}: {name} was handed over twice before a flush: add its gradients up first, or "
-                "end each pass with flush() or `with callback.backward()`"
+                f"{communicator.label}: {name} was handed over{callback} twice before a flush: add its gradients up "
+                "first, or end each pass with flush() or `with callback.backward()`"
             )
         if its is None or its.shape != native.shape or its.dtype != native.dtype:
             its = self._learn(param, key, name, native, its, communicator)
