@@ -132,4 +132,7 @@ def circle_text(waits: Sequence[Wait]) -> str:
         f"rank {wait.rank} waits in {wait.what}{_place(wait)} for rank {after.rank}"
         for wait, after in zip(waits, [*waits[1:], waits[0]], strict=True)
     ]
-    return "ranks wait for each other in a circle: " + ", ".join(steps)
+    text = "ranks wait for each other in a circle: " + ", ".join(steps)
+    if all(wait.what.startswith(f"message(rank {wait.rank} to ") for wait in waits):
+        text += ". Each sends first: use exchange, in gradsync.mpi Sendrecv or Isend"
+    return text

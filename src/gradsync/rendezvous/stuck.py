@@ -240,8 +240,8 @@ class Stuck:
         if first.missing and not disagreements:
             tail += (
                 f"\n\n{name_ranks(first.missing)} did not arrive at {first.what}: see the report of each missing rank "
-                "above. If ranks need more time, pass a longer collective_timeout_seconds to init_process_group() or "
-                "from_mpi()"
+                "above. If ranks need more time, set GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS=86400, or pass "
+                "collective_timeout_seconds to init_process_group() or from_mpi()"
             )
         sections = [(self._heading(ranks, first), text) for ranks, text in shown]
         return _fit(summary, sections, tail, failure_room_bytes(len(first.missing)))
