@@ -9,9 +9,10 @@ from torch import nn
 import gradsync as gs
 
 
-def synchronise(model, **options):
+def synchronise(model, *, broadcast=True, **options):
     """Gives the model rank 0's parameters and buffers; returns the callback that averages its gradients."""
-    gs.broadcast_tree({name: value.numpy() for name, value in model.state_dict().items()})  # written in place
+    if broadcast:
+        gs.broadcast_tree({name: value.numpy() for name, value in model.state_dict().items()})  # written in place
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     arrays = {name: parameter.detach().numpy() for name, parameter in trained.items()}
     sync = gs.AllreduceCallback("mean", parameters=arrays, **options)

@@ -346,6 +346,25 @@ def test_loops_of_other_libraries_learn(run, library, name):
 
 
 @pytest.mark.slow
+def test_a_torch_model_and_its_optimiser_survive_a_rank(cli):
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("no torch: pip install torch")
+    launcher = cli.start(
+        "run", "-n", 3, "--respawn", 1, EXAMPLES / "torch_survive.py", environment={"OMP_NUM_THREADS": "1"}
+    )
+    launcher.read_until("step 0: 3 ranks")
+    time.sleep(random.uniform(0, 0.5))
+    for pid in cli.processes():
+        if is_of_rank(pid, "1"):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    code, out, err = launcher.result()
+    assert code == 0, err
+    assert len(re.findall(r"step \d+: 3 ranks", out)) == 2, err  # with the new rank, at the end
+    assert float(re.search(r"loss ([\d.]+)", out)[1]) < 0.3
+
+
+@pytest.mark.slow
 @pytest.mark.ranks(3, fresh=True)
 def test_a_torch_model_is_that_of_one_process_where_ranks_lack_gradients(comm):
     """Each rank uses another layer; then rank 1 has no batch. One layer is frozen."""
