@@ -281,7 +281,7 @@ def _rebuild(world: Communicator | None, steps: int, least: int, timeout_seconds
             if world is not None:
                 _replace_world(world)
             last.abandon()
-            return _connect_world("rebuild", client, steps)
+            return _connect_world("rebuild", client, steps, max(deadline - time.monotonic(), 1.0))
         except RankFailed:  # in the midst of it: once more, without that rank
             if time.monotonic() >= deadline:
                 raise
@@ -584,17 +584,21 @@ def _replace_world(world: Communicator) -> None:
     begin_anew()
 
 
-def _connect_world(where: str, client: RendezvousClient, steps: int) -> Communicator:
+def _connect_world(
+    where: str, client: RendezvousClient, steps: int, timeout_seconds: float | None = None
+) -> Communicator:
     """Connects the ranks that have joined, and makes the world's communicator.
 
     Args:
         where: the public function, in reports.
         client: the client of the ranks that have joined.
         steps: how many steps this rank has completed.
+        timeout_seconds: how long it waits for the others, if not as long as at launch.
     """
     global _numbers
     assert _launched is not None
     (wanted, settings), progress = _launched, [0] * client.world_size
+    settings = settings._replace(timeout_seconds=timeout_seconds or settings.timeout_seconds)
     _numbers = client.numbers
     trace.begin_world(client.generation, client.numbers)
     member = settings.place.rank
@@ -602,6 +606,7 @@ def _connect_world(where: str, client: RendezvousClient, steps: int) -> Communic
         with reporting(where, client):
             settings, progress = _compare(client, settings, steps)
     communicator = agree_and_connect(where, client, wanted, settings, "world")
+    settings = settings._replace(timeout_seconds=_launched[1].timeout_seconds)
     return _begin_world(communicator, settings, progress, member, is_rebuilt=client.numbers is not None)
 
 

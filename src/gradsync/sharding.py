@@ -11,6 +11,7 @@ from gradsync.arguments import check_integer
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import get_world, group_or_world
 from gradsync.errors import InvalidArgument
+from gradsync.launchers import read_environment
 from gradsync.words import refuse_keywords
 
 _UNEVEN = ("pad", "drop", "keep")
@@ -28,7 +29,7 @@ def shard_indices(
     communicator: Communicator | None = None,
     **foreign: NoReturn,  # so that type checkers refuse misspelt arguments
 ) -> npt.NDArray[np.int64]:
-    """Returns the indices of this rank's samples in an epoch, without communication; init_process_group() is optional.
+    """Returns the indices of this rank's samples in an epoch, without communication.
 
     All ranks put the samples into the same order. Rank r gets the samples at positions r, r + world_size, r + 2 *
     world_size and so on. Together the ranks have every sample, except with uneven="drop". The order depends only on
@@ -53,8 +54,8 @@ def shard_indices(
         shards: a fixed number of shards, at least as many as ranks; rank r has the shards r, r + world_size and so on.
             If it is no multiple of the number of ranks, the first ranks have one shard more: pass weight=len(batch) to
             backward(). None makes one shard for each rank.
-        communicator: the communicator of the ranks. None means the world communicator; before
-            init_process_group(), None means a world of one rank.
+        communicator: the communicator of the ranks. None means the world communicator; without a launcher and before
+            init_process_group() a world of one rank.
 
     Returns:
         The indices in the order of use, as a 1-D int64 array. Two ranks have the same index only because of padding.
@@ -102,6 +103,11 @@ def _shuffled(n: int, epoch: int, seed: int) -> npt.NDArray[np.int64]:
 def _place(communicator: Communicator | None) -> tuple[int, int]:
     """Returns this process's rank and the number of ranks."""
     if communicator is None and get_world() is None:
+        if (place := read_environment()) is not None and place.world_size > 1:
+            raise InvalidArgument(
+                f"rank {place.rank}/{place.world_size}: shard_indices before init_process_group() would give every "
+                "rank all samples: call gs.init_process_group() first"
+            )
         return 0, 1
     communicator = group_or_world(communicator, "shard_indices", "communicator")
     return communicator.rank, communicator.world_size

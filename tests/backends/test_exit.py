@@ -90,7 +90,8 @@ def test_a_process_ends_and_the_other_rank_learns_who_left(cli, script, how, lea
     assert reason in other.out
     assert reason or "KeyError" not in other.out
     if code in (0, 4, 5):
-        assert (left.err, other.err) == ("", "")
+        lost = "5 messages under way" if "pending" in how else ""
+        assert (lost in left.err, bool(left.err), other.err) == (True, bool(lost), "")
 
 
 def test_one_local_rank_ends_with_work_that_nobody_asked_for(cli, script):

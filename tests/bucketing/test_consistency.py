@@ -1,4 +1,4 @@
-"""check_consistency, and the same comparison by callbacks: before the first step, and every so many steps."""
+"""check_consistency, and the same comparison by callbacks: before the first two steps, and every so many."""
 
 from __future__ import annotations
 
@@ -403,3 +403,13 @@ def test_parameters_on_a_gpu_are_compared_before_buckets_go(comm):
             weights["c"] += comm.rank * (number == 2)
     assert len(lines) == (comm.rank == 0)
     assert all("'c'" in line and "equal before step 3" in line for line in lines)
+
+
+@pytest.mark.ranks(2, on=("shm",))
+def test_a_state_that_nobody_broadcast_shows_before_the_second_step(comm):
+    weights, momentum = np.zeros(3), np.full(3, comm.rank)
+    sync = gs.AllreduceCallback(parameters={"w": weights}, diverged="raise", name="second step")
+    step(sync, {"w": np.ones(3)})
+    weights -= momentum
+    with pytest.raises(gs.PlanMismatch, match="equal before step 1, and they differ before step 2"):
+        step(sync, {"w": np.ones(3)})

@@ -120,3 +120,11 @@ def test_the_order_is_the_same_in_every_version_and_another_in_each_epoch():
 def test_wrong_arguments_are_refused(arguments, options):
     with pytest.raises(gs.InvalidArgument):
         gs.shard_indices(*arguments, **options)
+
+
+@pytest.mark.ranks(2)
+def test_before_the_process_group_begins_no_rank_gets_all_samples(rank):
+    with pytest.raises(gs.InvalidArgument, match=rf"rank {rank}/2: shard_indices before init_process_group\(\)"):
+        gs.shard_indices(10)
+    with gs.init_process_group("shm"):
+        assert len(gs.shard_indices(10)) == 5

@@ -108,12 +108,16 @@ def test_what_belongs_to_the_old_world_cannot_be_used(comm):
     bound = gs.AllreduceCallback(group=comm, name="bound")
     die(comm, 2)
     gs.rebuild()
-    for call in (old.barrier, lambda: old.all_reduce(arrays_of(old).xp.zeros(1)), lambda: mean_over(bound, old, 1.0)):
+    zeros = arrays_of(old).xp.zeros(1)
+    reading = lambda: old.rank, lambda: old.world_size, lambda: old.ranks, lambda: old.most_advanced
+    for call in (old.barrier, lambda: old.all_reduce(zeros), lambda: mean_over(bound, old, 1.0), *reading):
         with pytest.raises(gs.CommunicatorClosed, match=r"gs\.rebuild\(\) has made a new world: make it again"):
             call()
     if group:
-        with pytest.raises(gs.CommunicatorClosed, match="make it again"):
-            group.barrier()
+        for call in (group.barrier, lambda: group.rank):
+            with pytest.raises(gs.CommunicatorClosed, match="make it again"):
+                call()
+    assert "closed: gs.rebuild() has made a new world" in repr(old)
     old.close()
     again = gs.new_group([0])
     assert not again or again.world_size == 1
@@ -218,6 +222,7 @@ def test_who_forgets_the_broadcast_that_a_new_rank_begins_with_is_told(comm):
 def test_parameters_are_compared_anew(comm):
     weights = np.zeros(3)
     sync = gs.AllreduceCallback(parameters={"w": weights}, diverged="raise")
+    mean_over(sync, comm, 1.0)
     mean_over(sync, comm, 1.0)
     weights += comm.rank
     mean_over(sync, comm, 1.0)  # not yet: only every 1,000 steps

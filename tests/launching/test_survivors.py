@@ -297,3 +297,29 @@ def test_ctrl_c_ends_those_that_went_on(cli, script):
     launcher.send_signal(signal.SIGINT)
     code, _, err = launcher.result()
     assert (code, "stopping 2 ranks" in err, "left" in err) == (130, True, False)
+
+
+def test_new_ranks_alone_do_not_begin_again_unnoticed(cli, script):
+    """Rank 2 dies and waits to be taken in; then those die that have the state."""
+    path = script(
+        """
+        import os, signal, time
+        import numpy as np
+        import gradsync as gs
+        new = os.path.exists(__file__ + os.environ["RANK"])
+        open(__file__ + os.environ["RANK"], "w").close()
+        comm = gs.init_process_group("shm")
+        if comm.member == 2 and not new:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            comm.barrier()
+        except gs.RankFailed:
+            comm = gs.rebuild()
+            time.sleep(1.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.write(1, b"began again\\n")
+        """
+    )
+    code, out, err = cli("run", "--no-prefix", "-n", 3, "--min-ranks", 1, "--respawn", 5, path)
+    assert (code, out) == (137, ""), err
+    assert "gradsync: no rank is left that has the state of the training, and new ones would begin at the start" in err

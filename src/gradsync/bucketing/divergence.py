@@ -1,4 +1,4 @@
-"""Do all ranks have the same parameters? They compare digests before the first step, and every so many steps.
+"""Do all ranks have the same parameters? They compare digests before the first two steps, and every so many.
 
 Gradients are averaged, parameters are not: a rank that begins with other values, or makes another update, trains a
 model of its own, and no gradient shows it. The ranks can compare only what a callback knows as arrays.
@@ -69,7 +69,8 @@ class Divergence:
     @property
     def is_due(self) -> bool:
         """Whether the ranks compare their parameters in this step; equal on all ranks."""
-        is_time = self._compared_at < 0 or self._steps % (self._every or 1) == 0
+        # The second step shows what the first has made of states that differ, such as a momentum that nobody broadcast.
+        is_time = self._compared_at < 0 or self._steps == 1 or self._steps % (self._every or 1) == 0
         return self._every > 0 and is_time and self._compared_at != self._steps
 
     def end_step(self, *, is_used: bool) -> None:
@@ -109,9 +110,12 @@ class Divergence:
             self._equal_at, self._has_warned = self._steps, False
         else:
             self._is_unsure = not is_told
+        self._compared_at = self._steps
         if any(mine) and mine == self._digests and self._updates:
+            if self._updates == self._steps == 1:  # the first rate may be 0
+                return
             self._tell_of_no_change()
-        self._compared_at, self._digests, self._updates = self._steps, mine, 0
+        self._digests, self._updates = mine, 0
 
     def _digests_of(self, parameters: Sequence[Parameter]) -> list[int]:
         """Returns each parameter's digest, or _UNKNOWN.

@@ -15,7 +15,7 @@ from gradsync.communicators.collectives import Collectives
 from gradsync.communicators.groups import CommunicatorTree, NonMember, await_members, listed, reporting_failures
 from gradsync.communicators.lifetime import Lifetime, culprit_of
 from gradsync.communicators.messages import Messages
-from gradsync.errors import InvalidArgument, PlanMismatch, describe
+from gradsync.errors import CommunicatorClosed, InvalidArgument, PlanMismatch, describe
 from gradsync.futures import CollectiveFuture, Failed, LoggedFuture, Work, refuse_in_callback
 from gradsync.machine import machine_identity
 from gradsync.words import no_attribute
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
     from gradsync.communicators.objects import Objects
     from gradsync.communicators.tagged import TaggedMessages
+
+
+_OF_ITS_WORLD = "rank", "world_size", "ranks", "most_advanced"  # what a communicator is asked for until a rebuild
 
 
 class Communicator(Collectives):
@@ -88,6 +91,8 @@ class Communicator(Collectives):
         return self._tree.has_begun
 
     def __getattr__(self, name: str) -> NoReturn:
+        if name in _OF_ITS_WORLD:
+            raise CommunicatorClosed(f"{self.label}: {name} of a communicator that is over: {self.ended_because}")
         no_attribute("a Communicator", "'Communicator' object", name, dir(self))
 
     def _finish(self, what: str, work: Work, result: Any) -> Any:
@@ -289,8 +294,13 @@ class Communicator(Collectives):
         """Ends this communicator, and all that were made from the same world, on this rank: the world was rebuilt."""
         again = "gs.rebuild() has made a new world: make it again"
         for communicator in self._tree.communicators():
-            communicator._lifetime.replace(again)
-        self._lifetime.replace(f"{again}, as `comm = gs.rebuild()`, or leave it out, as callbacks do with group=None")
+            communicator._replace(again)
+        self._replace(f"{again}, as `comm = gs.rebuild()`, or leave it out, as callbacks do with group=None")
+
+    def _replace(self, because: str) -> None:
+        self._lifetime.replace(because)
+        for name in _OF_ITS_WORLD:  # a program that goes on with them would deal out its work wrongly, unnoticed
+            self.__dict__.pop(name, None)
 
     def end_messages(self, seconds: float) -> None:
         """Waits for the messages of this communicator and its tree; aborts those that have some left after a time."""

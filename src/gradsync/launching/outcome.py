@@ -121,6 +121,7 @@ class Outcome(NamedTuple):
         min_ranks: how many ranks of the run have to end well; None means all.
         rebuilds: the new worlds that the ranks have formed.
         went_on: without `min_ranks`: how many ranks had formed a new world when the launcher ended them; 0 if none had.
+        is_state_lost: whether all ranks have failed that had the state of the training, though new ones were there.
     """
 
     ranks: tuple[RankOutcome, ...]
@@ -131,6 +132,7 @@ class Outcome(NamedTuple):
     min_ranks: int | None = None
     rebuilds: Rebuilds = Rebuilds()
     went_on: int = 0
+    is_state_lost: bool = False
 
     @property
     def failures(self) -> list[RankOutcome]:
@@ -292,7 +294,11 @@ def _too_few(outcome: Outcome) -> str:
         )
     default = ", by default all" if outcome.min_ranks == len(outcome.ranks) else ""
     enough = f"fewer than {count(outcome.min_ranks, 'rank')} are left (--min-ranks{default})"
-    return "".join(lines) + f"gradsync: {'no rank is left here' if outcome.needed == 1 else enough}\n"
+    if outcome.is_state_lost:
+        enough = "no rank is left that has the state of the training, and new ones would begin at the start"
+    elif outcome.needed == 1:
+        enough = "no rank is left here"
+    return "".join(lines) + f"gradsync: {enough}\n"
 
 
 def _last_output(rank: RankOutcome) -> str:

@@ -21,6 +21,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gradsync.environment import check_variables
@@ -183,8 +184,9 @@ class Supervisor:
         self._earlier: list[RankOutcome] = []
         self._tails: dict[RankOutcome, Callable[[], list[str]]] = {}
         self._last_world: Rebuilt | None = None
+        self._is_state_lost = False  # whether all ranks have failed that were in it
         self._rebuilds = Rebuilds()
-        self._went_on = 0  # without `min_ranks`: how many ranks have formed a world without those that had failed
+        self._sizes = [job.world_size]  # without `min_ranks`: the sizes of the worlds that ranks have formed
 
     def __enter__(self) -> Supervisor:
         return self
@@ -286,7 +288,8 @@ class Supervisor:
         from gradsync.rendezvous.server import RendezvousServer  # imported here, because ranks start meanwhile
 
         job, news = self._job, self._news
-        told: dict[str, Any] = {"on_rebuilt": self._note_unwanted_world}
+        # Not a method: the server may live on until it is collected, and would keep all this.
+        told: dict[str, Any] = {"on_rebuilt": partial(_note_size, self._sizes)}
         if news is not None:
             told = {"on_lost": news.on_lost, "on_rebuilt": news.on_rebuilt}
         server = RendezvousServer(
@@ -331,7 +334,8 @@ class Supervisor:
             needed,
             job.min_ranks,
             self._rebuilds,
-            self._went_on,
+            self._sizes[-1] if self._sizes[-1] < job.world_size else 0,
+            self._is_state_lost,
         )
 
     def _wait_for_ends(self) -> None:
@@ -447,7 +451,8 @@ class Supervisor:
         if job.min_ranks is None or self._ending.due_at is not None or self._ending.has_begun:
             return False
         outcome.is_replaced = self._respawns_left > 0 and not self._is_over()
-        if not self._are_enough():
+        self._is_state_lost = self._are_all_lost()
+        if self._is_state_lost or not self._are_enough():
             return False
         world = self._last_world
         if world is not None and rank.rank not in world.ranks and rank not in self._waiting:
@@ -472,10 +477,11 @@ class Supervisor:
         lost = sum(rank.outcome.order is not None and not rank.outcome.is_replaced for rank in self.ranks)
         return self._job.min_ranks is not None and self._job.world_size - lost >= self._job.min_ranks
 
-    def _note_unwanted_world(self, _: int, ranks: tuple[int, ...], __: float) -> None:
-        """Notes, in the server's thread, that ranks would go on, which this launcher is about to end."""
-        if len(ranks) < self._job.world_size:
-            self._went_on = len(ranks)
+    def _are_all_lost(self) -> bool:
+        """Returns whether all ranks of the world have failed: new ones would begin from nothing, and nobody notice."""
+        if self._last_world is None or self._job.world_size > self._job.n_ranks:  # others may have some
+            return False
+        return all(rank.outcome.order is not None or rank in self._waiting for rank in self.ranks)
 
     def _start_again(self, rank: RankProcess) -> None:
         """Starts a rank again, in a new process, whose predecessor has ended."""
@@ -626,6 +632,11 @@ class Supervisor:
     def _send(self, number: int) -> None:
         for rank in self._running.values():
             rank.send_signal(number)
+
+
+def _note_size(sizes: list[int], _: int, ranks: tuple[int, ...], __: float) -> None:
+    """Notes, in the server's thread, a new world: without `min_ranks` the launcher is about to end its ranks."""
+    sizes.append(len(ranks))
 
 
 def _refusal(rank: int, error: OSError) -> str:

@@ -1,4 +1,5 @@
-/* The inner loops over shared memory: what plain.py says in NumPy, and with the same results, bit for bit.
+/* The inner loops over shared memory: what plain.py says in NumPy, and with the same results, bit for bit (but for
+   products of complex numbers, which NumPy fuses, and norms).
 
    plain.py is the reference: what a part of the memory consists of, what a round is, and which slot is free when. Here
    are only the loops. They run without the GIL. A wait spins or yields for some microseconds, then sleeps on a futex,
