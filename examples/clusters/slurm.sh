@@ -3,12 +3,19 @@
 #SBATCH --job-name=gradsync
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=4
 #SBATCH --time=01:00:00
 # With GPUs, one for each rank:
 ##SBATCH --gpus-per-task=1
 set -euo pipefail
 
-# One task for each rank. Without GPUs the ranks use MPI, and mpi4py must use an MPI that srun can start (srun --mpi=list
-# shows the possible MPIs). With GPUs the ranks use NCCL. With GPUs and without mpi4py, rank 0 hosts the rendezvous server
+# module load mpich             # the MPI for which mpi4py was built
+# source ~/venv/bin/activate
+export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun does not always inherit this value from sbatch
+
+# One task for each rank. With GPUs the ranks use NCCL. With GPUs and without mpi4py, rank 0 hosts the rendezvous server
 # on the first node, and the ranks need a secret: export GRADSYNC_SECRET_FILE=/a/file/that/all/nodes/can/read
-srun python "$@"
+# Without GPUs the ranks use MPI, which srun must connect. If an error says that a rank is alone, choose how:
+# export MPI=pmi2 for MPICH and Intel MPI, MPI=pmix for Open MPI; srun --mpi=list shows what there is.
+srun ${MPI:+--mpi="$MPI"} python "$@"

@@ -1,6 +1,6 @@
 #!/bin/bash
-# A batch script of Slurm that starts one gradsync run on each node. gradsync run reports failures, and shows the rank
-# before each line of output.
+# A batch script of Slurm that starts one gradsync run on each node, for GPUs only: without them the ranks of several
+# nodes need MPI (slurm.sh). gradsync run reports failures, and shows the rank before each line of output.
 #SBATCH --job-name=gradsync
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -27,7 +27,7 @@ from gradsync.communicators.lifetime import culprit_of
 from gradsync.communicators.mpi import job
 from gradsync.environment import ALLOW_SHARED_GPU, BACKEND, COLLECTIVE_TIMEOUT_SECONDS
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, describe, uncaught_error
-from gradsync.launchers import FROM_MPI, RankEnvironment, WorldSettings, read_environment
+from gradsync.launchers import CONNECT_SRUN, FROM_MPI, SLURM, RankEnvironment, WorldSettings, read_environment
 from gradsync.machine import address_for_others, count_gpus, machine_identity, own_addresses
 from gradsync.rendezvous.client import RendezvousClient
 
@@ -181,6 +181,8 @@ def _checked_mpi(comm: Any) -> Any:
     module = sys.modules.get("mpi4py.MPI")
     if isinstance(comm, Communicator):
         raise InvalidArgument("from_mpi needs a communicator of mpi4py, and this is one of gradsync already: use it")
+    if isinstance(getattr(comm, "communicator", None), Communicator):
+        raise InvalidArgument("from_mpi needs a communicator of mpi4py: of gradsync.mpi's pass group=comm.communicator")
     if module is None or not isinstance(comm, module.Comm):
         raise InvalidArgument(
             f"from_mpi needs a communicator of mpi4py, such as MPI.COMM_WORLD, got {type(comm).__name__}"
@@ -203,10 +205,11 @@ def _check_started_by_mpi() -> None:
     """
     place = _place()
     if place is not None and place.world_size > 1:
+        script = os.path.basename(sys.argv[0]) or "script.py"
+        start = f"start them with `mpiexec -n {place.world_size} python {script}`"
         raise InvalidArgument(
-            f"from_mpi: MPI.COMM_WORLD has one rank, but {place.source} has started {place.world_size} ranks: start "
-            f"them with `mpiexec -n {place.world_size} python {os.path.basename(sys.argv[0]) or 'script.py'}`, or call "
-            "gs.init_process_group() in place of from_mpi"
+            f"from_mpi: MPI.COMM_WORLD has one rank, but {place.source} has started {place.world_size} ranks: "
+            f"{CONNECT_SRUN if place.source == SLURM else start}, or call gs.init_process_group() in place of from_mpi"
         )
 
 

@@ -33,6 +33,12 @@ SOURCES_WITH_MPI = ("Open MPI", "PMI", SLURM, "MPI", FROM_MPI)
 RUN_ID = "TORCHELASTIC_RUN_ID"  # torchrun names each run by it, and so does gradsync's launcher
 RUN_ID_OF_GRADSYNC = "gradsync-"
 
+#: What to do where each task of srun is alone in MPI_COMM_WORLD.
+CONNECT_SRUN = (
+    "srun did not connect MPI: `srun --mpi=pmi2` (MPICH, Intel MPI) or `--mpi=pmix` (Open MPI); `srun --mpi=list` "
+    "shows what there is"
+)
+
 _OF_MPI = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDI_")
 _OF_TORCHRUN = {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
 _HINTS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -190,6 +196,14 @@ def is_launched() -> bool:
         InvalidArgument: a variable is malformed, or the variables of launchers contradict each other.
     """
     return _find_place(os.environ) is not None
+
+
+def is_task_of_srun(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether srun has started this process as one of several tasks, and no other launcher after it."""
+    with contextlib.suppress(InvalidArgument):
+        place = _find_place(environ)
+        return place is not None and place.source == SLURM and place.world_size > 1
+    return False
 
 
 def is_rank_of_gradsync(environ: Mapping[str, str] = os.environ) -> bool:

@@ -18,6 +18,7 @@ import os
 import pickle
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
@@ -26,6 +27,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
+from gradsync import __version__
 from gradsync.arguments import integer_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.local import local_communicator
@@ -64,7 +66,26 @@ _INSTEAD = {
     "Set_attr": "a dict of your own",
     "Translate_ranks": "allgather(MPI.COMM_WORLD.Get_rank()) on the smaller communicator",
     "Create_vector": "a contiguous copy of the array: np.ascontiguousarray(part)",
-    "Get_library_version": "gradsync.__version__",
+    "Get_version": "MPI.Get_library_version()",
+    "get_vendor": "MPI.Get_library_version()",
+    "Compute_dims": "a shape of your own, such as [size // n, n]",
+    "Get_topology": "Split, and neighbours computed from Get_rank()",
+    "Init_thread": "Init",
+    "Idup": "Dup",
+    "Rsend": "Send",
+    "Irsend": "Isend",
+    "Isendrecv": "Irecv and Isend, and Waitall",
+    "Isendrecv_replace": "Irecv and Isend of a copy, and Waitall",
+    "Call_errhandler": "raise",
+    "Commit": "the array as it is: types need no Commit",
+    "Pack": "pickle, or np.concatenate of views as np.uint8",
+    "Unpack": "pickle, or views of one np.uint8 array",
+    "Alloc_mem": "np.empty",
+    "Info": "the call without it",
+    "DOUBLE_INT": "allreduce of the pair (value, place) with MPI.MAXLOC or MINLOC",
+    "LONG_DOUBLE": "MPI.DOUBLE, and arrays of float64",
+    "C_LONG_DOUBLE_COMPLEX": "MPI.C_DOUBLE_COMPLEX, and arrays of complex128",
+    "PACKED": "MPI.BYTE, and array.view(np.uint8)",
     "Range_incl": "Incl(range(...))",
     "Range_excl": "Excl(range(...))",
     "Union": "Incl of a group, with the ranks listed",
@@ -74,24 +95,36 @@ _INSTEAD = {
 _INSTEAD |= dict.fromkeys(("Iprobe", "Mprobe", "Improbe", "probe", "iprobe", "mprobe", "improbe"), _INSTEAD["Probe"])
 _INSTEAD |= {"scan": _INSTEAD["Scan"], "exscan": _INSTEAD["Exscan"], "Ibsend": _INSTEAD["Bsend"]}
 _INSTEAD |= dict.fromkeys(("ERRORS_RETURN", "ERRORS_ARE_FATAL", "Get_errhandler"), _INSTEAD["Set_errhandler"])
-_INSTEAD |= dict.fromkeys(("Get_attr", "Create_keyval"), _INSTEAD["Set_attr"]) | {
-    "Get_version": _INSTEAD["Get_library_version"]
-}
-_INSTEAD |= dict.fromkeys(("Intersection", "Difference"), _INSTEAD["Union"])
+_INSTEAD |= dict.fromkeys(("Get_attr", "Create_keyval", "Delete_attr"), _INSTEAD["Set_attr"])
+_INSTEAD |= dict.fromkeys(("Cart_map", "Graph_map", "topology", "is_topo"), _INSTEAD["Get_topology"])
+_INSTEAD |= dict.fromkeys(("FLOAT_INT", "LONG_INT", "SHORT_INT", "INT_INT", "TWOINT"), _INSTEAD["DOUBLE_INT"])
+_INSTEAD |= {"REAL16": _INSTEAD["LONG_DOUBLE"], "COMPLEX32": _INSTEAD["C_LONG_DOUBLE_COMPLEX"]}
+_INSTEAD |= {"WCHAR": _INSTEAD["PACKED"], "INFO_NULL": _INSTEAD["Info"], "Get_info": _INSTEAD["Info"]}
+_INSTEAD |= dict.fromkeys(("Intersection", "Difference", "Intersect"), _INSTEAD["Union"])
 _INSTEAD |= {
     f"Create_{kind}": _INSTEAD["Create_vector"]
     for kind in ("contiguous", "hvector", "indexed", "indexed_block", "hindexed", "struct", "subarray", "resized")
 }
 _INSTEAD |= {
-    f"I{name}": f"{name.capitalize()}, or comm.asynchronous of gradsync"
-    for name in ("bcast", "barrier", "reduce", "gather", "scatter", "allgather", "alltoall")
+    f"I{name}": f"{name.capitalize()}, or comm.communicator.asynchronous.{ours}"
+    for name, ours in {
+        **{"bcast": "broadcast", "barrier": "barrier", "reduce": "reduce", "reduce_scatter": "reduce_scatter"},
+        **{"reduce_scatter_block": "reduce_scatter", "gather": "gather", "scatter": "scatter"},
+        **{"allgather": "all_gather", "alltoall": "all_to_all"},
+    }.items()
 }
 
 
 def _missing(owner: str, name: str) -> NoReturn:
     advice = _INSTEAD.get(name) or _INSTEAD.get(name.rstrip("vw"))
-    text = advice or "mpi4py itself, beside gs.from_mpi(comm); docs/mpi4py.md has what is here"
-    raise AttributeError(f"gradsync.mpi has no {owner}.{name}: use {text}", name=name)
+    if advice is None and name.endswith("_init"):
+        advice = f"{name.removesuffix('_init')} in each round"
+    text = (
+        f": use {advice}"
+        if advice
+        else "; for what only MPI has keep mpi4py, and hand the gradients to gs.from_mpi(comm)"
+    )
+    raise AttributeError(f"gradsync.mpi has no {owner}.{name}{text}", name=name)
 
 
 class _ShapedType(type):
@@ -120,6 +153,12 @@ class Datatype(_Shaped):
         """Returns the size of one element in bytes."""
         return int(self.dtype.itemsize)
 
+    def Get_extent(self) -> tuple[int, int]:
+        """Returns the lower bound, which is 0, and the size of one element in bytes."""
+        return 0, self.Get_size()
+
+    size = extent = property(Get_size)
+
     def Get_name(self) -> str:
         """Returns the name in MPI."""
         return f"MPI_{self.name}"
@@ -137,6 +176,10 @@ _DTYPES = {
     **{"C_FLOAT_COMPLEX": "c8", "C_DOUBLE_COMPLEX": "c16", "COMPLEX": "c8", "DOUBLE_COMPLEX": "c16"},
     **{"CXX_BOOL": "?", "C_COMPLEX": "c8", "CXX_FLOAT_COMPLEX": "c8", "CXX_DOUBLE_COMPLEX": "c16"},
     **{"REAL": "f4", "REAL4": "f4", "REAL8": "f8", "DOUBLE_PRECISION": "f8", "INTEGER": "i4", "AINT": "i8"},
+    **{f"INTEGER{size}": f"i{size}" for size in (1, 2, 4, 8)},
+    **{"COMPLEX8": "c8", "COMPLEX16": "c16", "LOGICAL": "i4", "CHARACTER": "S1", "COUNT": "i8", "OFFSET": "i8"},
+    **{"SIGNED_SHORT": "h", "SIGNED_INT": "i", "SIGNED_LONG": "l", "SIGNED_LONG_LONG": "q"},
+    **{"F_INT": "i4", "F_FLOAT": "f4", "F_DOUBLE": "f8", "F_COMPLEX": "c8", "F_DOUBLE_COMPLEX": "c16", "F_BOOL": "i4"},
 }
 _TYPES = {name: Datatype(name, dtype) for name, dtype in _DTYPES.items()}
 _RAW = ("|u1", "|i1", "|S1", "|V1")  # the bytes of any type
@@ -886,7 +929,9 @@ class Comm(_Shaped):
 
     def _begin_receive(self, room: Any, source: int, tag: int, kind: str) -> Request:
         if source == ANY_SOURCE:
-            self._refuse("Recv", "needs a source: gradsync.mpi has no MPI.ANY_SOURCE; post an Irecv for each rank")
+            self._refuse(
+                "Recv", "needs a source: gradsync.mpi has no MPI.ANY_SOURCE; post an Irecv for each rank, and Waitany"
+            )
         number = integer_of(tag)
         if number is None or not ANY_TAG <= number <= _LARGEST_TAG:
             self._refuse("Recv", f"needs a tag from 0 to {_LARGEST_TAG}, or MPI.ANY_TAG, got {tag!r}")
@@ -965,6 +1010,18 @@ class _Module:
     @staticmethod
     def Wtime() -> float:
         return time.perf_counter()
+
+    @staticmethod
+    def Wtick() -> float:
+        return time.get_clock_info("perf_counter").resolution
+
+    @staticmethod
+    def Is_thread_main() -> bool:
+        return threading.current_thread() is threading.main_thread()
+
+    @staticmethod
+    def Get_library_version() -> str:
+        return f"gradsync {__version__}"
 
     @staticmethod
     def Get_processor_name() -> str:

@@ -225,6 +225,15 @@ def test_ranks_that_mpi_does_not_know_are_not_trained_each_alone(cli, script):
     assert "MPI.COMM_WORLD has one rank, but gradsync has started 2 ranks: start them with `mpiexec -n 2 " in done.err
 
 
+@pytest.mark.parametrize("call", ["from_mpi(MPI.COMM_WORLD)", "init_process_group('mpi')", "init_process_group()"])
+def test_where_srun_does_not_connect_mpi_the_error_says_how_it_does(cli, script, call):
+    path = script(f"from mpi4py import MPI\nimport gradsync as gs\ngs.{call}")
+    task = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    done = cli.python(path, environment=task | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"})
+    assert done.code == 1
+    assert "srun did not connect MPI: `srun --mpi=pmi2` (MPICH, Intel MPI) or `--mpi=pmix` (Open MPI)" in done.err
+
+
 @pytest.mark.parametrize(
     ("start", "backend"),
     [("from_mpi(MPI.COMM_WORLD, ", "shm"), ("from_mpi(MPI.COMM_WORLD, ", "mpi"), ("init_process_group(", "mpi")],

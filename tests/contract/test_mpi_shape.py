@@ -1,6 +1,7 @@
 """gradsync.mpi: the calls of mpi4py over any communicator; run_suite.py runs mpi4py's own tests."""
 
 import array
+import operator
 import pickle
 import random
 import time
@@ -11,7 +12,7 @@ import pytest
 
 import gradsync as gs
 from arrays import OPERATORS_ON_GPU, TOLERANCE, arrays_of, contribution
-from gradsync.mpi import MPI, Datatype, wrap
+from gradsync.mpi import _TYPES, MPI, Datatype, wrap
 from ranks import EVERYWHERE, SEVERAL
 
 #: Over NCCL a collective waits for all messages that were begun before it.
@@ -545,7 +546,15 @@ def test_messages_of_the_communicator_itself_are_others(comm):
         (lambda face: MPI.Request.Waitsome([]), AttributeError, "no Request.Waitsome: use Waitany"),
         (lambda face: face.Set_errhandler(MPI.ERRORS_RETURN), AttributeError, "try and except"),
         (lambda face: face.Get_group().Translate_ranks([0]), AttributeError, "use allgather"),
-        (lambda face: face.Get_topology(), AttributeError, "use mpi4py itself, beside gs.from_mpi"),
+        (lambda face: face.Get_topology(), AttributeError, "use Split, and neighbours"),
+        (lambda face: face.Ireduce_scatter(), AttributeError, "or comm.communicator.asynchronous.reduce_scatter$"),
+        (lambda face: face.Barrier_init(), AttributeError, "no Comm.Barrier_init: use Barrier in each round"),
+        (lambda face: face.Revoke(), AttributeError, "no Comm.Revoke; for what only MPI has keep mpi4py"),
+        (lambda face: MPI.DOUBLE_INT, AttributeError, "use allreduce of the pair"),
+        (lambda face: MPI.LONG_DOUBLE, AttributeError, "use MPI.DOUBLE"),
+        (lambda face: MPI.Compute_dims(4, 2), AttributeError, "use a shape of your own"),
+        (lambda face: gs.from_mpi(face), gs.InvalidArgument, "of gradsync.mpi's pass group=comm.communicator"),
+        (lambda face: gs.AllreduceCallback(group=face), gs.InvalidArgument, "got Comm: pass comm.communicator"),
         (lambda face: face.Split_type(5), gs.InvalidArgument, "COMM_TYPE_SHARED only"),
     ],
 )
@@ -606,8 +615,28 @@ def test_names():
     assert not hasattr(MPI, "Win")
     assert MPI.Get_processor_name()
     assert MPI.Wtime() <= MPI.Wtime()
+    assert 0 < MPI.Wtick() < 1e-3
+    assert MPI.Is_thread_main()
+    assert MPI.Get_library_version() == f"gradsync {gs.__version__}"
     assert MPI.COMM_SELF.allreduce(2, MPI.SUM) == 2
     assert repr(MPI.SUM) == "<MPI.SUM>"
+
+
+def test_every_hint_for_an_asynchronous_collective_is_true():
+    for name in ("bcast", "barrier", "reduce", "reduce_scatter_block", "gatherv", "scatter", "allgather", "alltoallv"):
+        with pytest.raises(AttributeError) as raised:
+            getattr(MPI.COMM_SELF, f"I{name}")
+        assert operator.attrgetter(str(raised.value).rpartition(" or comm.")[2])(MPI.COMM_SELF)
+
+
+@pytest.mark.mpi
+def test_types_are_those_of_mpi4py():
+    from mpi4py import MPI as THEIRS
+
+    for name in _TYPES:
+        ours, theirs = getattr(MPI, name), getattr(THEIRS, name)
+        sizes = (theirs.Get_size(), theirs.Get_extent(), theirs.extent)
+        assert (ours.Get_size(), ours.Get_extent(), ours.extent) == sizes, name
 
 
 # -- Programs ---------------------------------------------------------------------------------------------------------

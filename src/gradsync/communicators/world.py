@@ -95,7 +95,10 @@ def group_or_world(group: Communicator | None, what: str, argument: str = "group
     if isinstance(group, NonMember):
         raise InvalidArgument(f"{group}: call {what} within `if group:`, on the members only")
     if group is not None:
-        raise InvalidArgument(f"{who} needs {argument} to be a Communicator or None, got {type(group).__name__}")
+        advice = ": pass comm.communicator" if hasattr(group, "communicator") else ""  # of gradsync.mpi
+        raise InvalidArgument(
+            f"{who} needs {argument} to be a Communicator or None, got {type(group).__name__}{advice}"
+        )
     if world is None:
         raise InvalidArgument(
             f"{what}: the process group is not initialised: call gs.init_process_group() first, or pass a communicator"

@@ -28,7 +28,7 @@ from gradsync.errors import (
     name_ranks,
     uncaught_error,
 )
-from gradsync.launchers import RankEnvironment
+from gradsync.launchers import CONNECT_SRUN, RankEnvironment, is_task_of_srun
 from gradsync.reduction import Array
 
 if TYPE_CHECKING:
@@ -108,9 +108,9 @@ def check_place(mpi: Any, rank: int, world_size: int) -> None:
         return
     vendor = mpi.Get_library_version().partition("\n")[0].strip(" \0")
     if found == (0, 1):
+        start = CONNECT_SRUN if is_task_of_srun() else "start the ranks with mpiexec or srun of this MPI"
         raise BackendUnavailable(
-            f"rank {rank}/{world_size} is alone in MPI_COMM_WORLD: start the ranks with mpiexec or srun, from the MPI "
-            f"that mpi4py has loaded ({vendor})"
+            f"rank {rank}/{world_size} is alone in MPI_COMM_WORLD: {start}; mpi4py has loaded {vendor}"
         )
     raise BackendUnavailable(
         f"rank {rank}/{world_size} is rank {found[0]} of {found[1]} in MPI_COMM_WORLD: backend 'mpi' needs exactly the "
