@@ -98,8 +98,21 @@ def test_the_rank_with_the_most_steps_is_known(comm):
     assert (comm.most_advanced, comm.completed_steps) == (1, [3, 4][comm.rank])
     with pytest.raises(gs.CommunicatorClosed, match="make it again"):
         pair.barrier()
+    assert comm.new_group([0, 1]).most_advanced == comm.split(0, key=-comm.rank).split(0).most_advanced + 1 == 1
     mean_over(sync, comm, 1.0)
     assert comm.completed_steps == 5  # what was broadcast before has come for sure
+
+
+@pytest.mark.ranks(3, on=("fake",), ends={2: -9})
+def test_steps_over_another_backend_count_too(comm):
+    if comm.rank == 1:
+        comm.completed_steps += 1
+    die(comm, 2)
+    comm = gs.rebuild()
+    with gs.override_backend("shm") as over_shm:
+        assert (over_shm.most_advanced, over_shm.member) == (1, comm.member)
+        mean_over(gs.AllreduceCallback(), over_shm, 1.0)
+    assert comm.completed_steps == gs.rebuild().completed_steps == 2
 
 
 @pytest.mark.ranks(on={"shm": (3,), "fake": (3,)}, ends={2: -9})

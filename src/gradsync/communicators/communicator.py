@@ -48,7 +48,7 @@ class Communicator(Collectives):
         backend: "local", "shm", "nccl" or "mpi".
         device: where the collectives run: "cpu", or a CUDA device such as "cuda:0".
         member: this process's rank at launch, which stays when gs.rebuild() numbers the ranks of the world anew.
-        most_advanced: of the world's communicator after gs.rebuild(): the rank, or one of those, with the most steps;
+        most_advanced: after gs.rebuild(): the rank, or one of those, that came to the new world with the most steps;
             else 0. Broadcast the state of the training from it.
         completed_steps: the number of flushes that callbacks have completed, since the start of the ranks. A rank that
             joins later, or is behind, has the number of the others only when it has completed one with them: until then
@@ -70,19 +70,26 @@ class Communicator(Collectives):
         self.member = backend.ranks[backend.rank]
         self.most_advanced = 0
         self.completed_steps = 0
-        self._completed_before = 0
+        self._completed_before: Sequence[int] = [0] * backend.world_size  # by each rank, in worlds before
+        self._adopted_by: Communicator | None = None
         self.on_exit: Callable[[BaseException | None], None] | None = None
 
     def begin_as_world(self, member: int, completed_steps: Sequence[int], *, is_rebuilt: bool) -> None:
         """Begins as the world's communicator; `completed_steps` are those of its ranks in worlds before."""
         self.member, self.completed_steps = member, completed_steps[self.rank]
         self._tree.has_begun = is_rebuilt  # also if no callback counts the steps
-        self._completed_before = max(completed_steps)
-        self.most_advanced = completed_steps.index(self._completed_before)
+        self._begin_after(completed_steps)
+
+    def _begin_after(self, completed_steps: Sequence[int]) -> None:
+        self._completed_before = completed_steps
+        self.most_advanced = completed_steps.index(max(completed_steps))
 
     def count_step(self) -> None:
         """Counts a flush that callbacks have completed."""
-        self.completed_steps = max(self.completed_steps, self._completed_before) + 1
+        if self._adopted_by is not None:
+            self._adopted_by.count_step()
+            return
+        self.completed_steps = max(self.completed_steps, *self._completed_before) + 1
         self._tree.has_begun = True
 
     @property
@@ -232,6 +239,7 @@ class Communicator(Collectives):
             await_members(self._backend, self._lifetime, self._messages, what, members, name)
             group = Communicator(self._backend.connect_group(members, name))
         group._tree, group.member = self._tree, self.member
+        group._begin_after([self._completed_before[member] for member in members])
         self._tree.add(group)
         return group
 
@@ -309,8 +317,9 @@ class Communicator(Collectives):
             communicator._messages.wait_for_all(max(until - time.monotonic(), 0.0))
 
     def adopt(self, communicator: Communicator) -> None:
-        """Adds a communicator over the same ranks to this one's tree: close_tree() closes it too."""
-        communicator._tree = self._tree
+        """Adds a communicator over the same ranks to this one's tree: close_tree() closes it; and counts its steps."""
+        communicator._tree, communicator.member, communicator._adopted_by = self._tree, self.member, self
+        communicator._begin_after(self._completed_before)
         self._tree.add(communicator)
 
     def new_name(self, what: str) -> str:
