@@ -255,6 +255,22 @@ def test_pending_messages_of_the_old_world_fail(comm):
     comm.barrier()
 
 
+@pytest.mark.ranks(on={"shm": (3,), "fake": (3,)}, ends={1: -9})
+def test_a_death_that_only_a_future_tells_is_raised_by_the_next_call(comm):
+    """The recipe's `except gs.RankFailed` must see it."""
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    futures = [comm.asynchronous.all_gather(arrays_of(comm).xp.ones(3)) for _ in range(3)]
+    with pytest.raises(gs.RankFailed):
+        comm.barrier()
+    with pytest.raises(gs.CommunicatorClosed):
+        comm.barrier()
+    assert gs.rebuild().all_reduce(arrays_of(comm).xp.ones(1))[0] == 2
+    with pytest.raises(gs.RankFailed):
+        futures[0].wait()
+
+
 @pytest.mark.ranks(3, on=("shm",), fresh=True, options={"timeout_seconds": 20})
 def test_a_rank_that_is_left_and_does_not_come_is_named(comm):
     if comm.rank == 2:

@@ -16,7 +16,7 @@ from gradsync.communicators.groups import CommunicatorTree, NonMember, await_mem
 from gradsync.communicators.lifetime import Lifetime, culprit_of
 from gradsync.communicators.messages import Messages
 from gradsync.errors import CommunicatorClosed, InvalidArgument, PlanMismatch, describe
-from gradsync.futures import CollectiveFuture, Failed, LoggedFuture, Work, refuse_in_callback
+from gradsync.futures import CollectiveFuture, LoggedFuture, Work, refuse_in_callback
 from gradsync.machine import machine_identity
 from gradsync.words import no_attribute
 
@@ -384,7 +384,7 @@ class Asynchronous(Collectives):
         except (InvalidArgument, LayoutsDiffer):  # the first: of this rank alone, nothing has begun
             raise
         except Exception as error:
-            return LoggedFuture(f"{self.label}: {what}", Failed(error))
+            return LoggedFuture(f"{self.label}: {what}", self._lifetime.failed_work(error))
 
     def _finish(self, what: str, work: Work, result: Any) -> CollectiveFuture:
         return CollectiveFuture(f"{self.label}: {what}", work, result)
@@ -399,5 +399,5 @@ class Asynchronous(Collectives):
         try:
             self._lifetime.check_usable(what)
         except Exception as error:
-            return LoggedFuture(f"{self.label}: {what}", Failed(error))
+            return LoggedFuture(f"{self.label}: {what}", self._lifetime.failed_work(error))
         return LoggedFuture(f"{self.label}: {what}", self._messages.begin(sends, receives), result)
