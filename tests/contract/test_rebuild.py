@@ -130,6 +130,8 @@ def test_what_belongs_to_the_old_world_cannot_be_used(comm):
         for call in (group.barrier, lambda: group.rank):
             with pytest.raises(gs.CommunicatorClosed, match="make it again"):
                 call()
+        with pytest.raises(ZeroDivisionError), group, bound.backward():
+            1 / 0  # noqa: B018 - an error of the program stays the one that is raised
     assert "closed: gs.rebuild() has made a new world" in repr(old)
     old.close()
     again = gs.new_group([0])

@@ -343,7 +343,7 @@ class Communicator(Collectives):
     ) -> None:
         if self.on_exit is not None:
             self.on_exit(error)
-        elif error is None or isinstance(error, PlanMismatch) or self.world_size == 1:
+        elif error is None or isinstance(error, PlanMismatch) or (not self.closed and self.world_size == 1):
             self.close()
         else:
             self.abort(describe(error), culprit=culprit_of(error))
