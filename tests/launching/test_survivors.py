@@ -98,6 +98,25 @@ def test_the_others_go_on(how, who, run):
     assert re.fullmatch(r"gradsync: 2 of 3 ranks ended well, after 1 failure and 1 rebuild of [\d.]+ s", last(err))
 
 
+def test_a_first_line_that_ends_in_a_colon_is_told_without_it(cli, script):
+    path = script(
+        """
+        import gradsync as gs
+        comm = gs.init_process_group("shm")
+        try:
+            gs.broadcast_tree([0] * comm.rank)
+        except gs.PlanMismatch:
+            if comm.rank:
+                raise
+        """
+    )
+    code, _, err = cli("run", "-n", 2, "--min-ranks", 1, path)
+    assert code == 0, err
+    assert re.search(
+        r"^gradsync: rank 1 .*: gradsync.errors.PlanMismatch: .* rank 0 \(the root\); 1 of 2 ranks goes on$", err, re.M
+    )
+
+
 def last(text):
     return text.splitlines()[-1]
 
@@ -186,6 +205,7 @@ def test_a_rank_is_started_again(how, who, lives, run, tmp_path):
     code, out, err = run(f"--respawn {lives} --log-dir {tmp_path}", f"{how}:{who}", lives)
     assert (code, out) == (0, ends([0, 1, 2])), err
     assert re.search(rf"^gradsync: rank {who} .*; starting it again \({lives} of at most {lives}\)$", err, re.M)
+    assert len(re.findall(r"; it was started again(; the others went on [\d.]+ s later)?:?$", err, re.M)) == lives
     failures = "1 failure" if lives == 1 else f"{lives} failures"
     assert last(err).startswith(f"gradsync: 3 of 3 ranks ended well, after {failures}")
     assert (tmp_path / f"rank-{who}.log").read_text().count("ends as") == 1
@@ -211,6 +231,7 @@ def test_a_rank_that_nobody_waits_for_any_more_ends_quietly(run):
     code, out, err = run("--min-ranks 2 --respawn 1", "kill:1")
     assert (code, out) == (0, ends([0, 2])), err
     assert err.count("gradsync: rank 1 ") == 1
+    assert "; it was started again, but has not joined; the others went on" in err
     assert last(err).startswith("gradsync: 2 of 3 ranks ended well, after 1 failure and 1 rebuild")
 
 

@@ -169,8 +169,7 @@ class Divergence:
         )
         if self._steps == 0:
             text = "the parameters differ between the ranks before the first step. " + which
-            text += "call gs.bcast_list_(arrays, root=0) with all parameters before the first step. Or was a parameter "
-            text += "changed inside the block? Update after it"
+            text += "call gs.bcast_list_(arrays, root=0) with all parameters before the first step"
         else:
             since = "" if self._equal_at is None else f"they were equal before step {self._equal_at + 1}, and "
             text = f"the parameters have diverged: {since}they differ before step {self._steps + 1}. " + which
@@ -191,12 +190,18 @@ class Divergence:
         communicator = self._communicator
         if not communicator.rank and communicator not in _told:
             _told.add(communicator)
+            began, since, call = "began with", "before the first step", "gs.broadcast_tree(parameters)"
+            if communicator.is_rebuilt:
+                began, since = "have", "since gs.rebuild()"
+                call = "gs.broadcast_tree(state, root=comm.most_advanced)"
             _log.warning(
-                "%s: nobody knows whether all ranks began with the same parameters: nothing was broadcast before the "
-                "first step, and the callback has no arrays to compare. Call gs.broadcast_tree(parameters) or "
-                "gs.bcast_list_(arrays) before the first step, or pass parameters={name: array}; check_every=0 if they "
-                "are equal anyway",
+                "%s: nobody knows whether all ranks %s the same parameters: nothing was broadcast %s, and the callback "
+                "has no arrays to compare. Call %s or gs.bcast_list_(arrays) before the first step, or pass "
+                "parameters={name: array}; check_every=0 if they are equal anyway",
                 communicator.label,
+                began,
+                since,
+                call,
             )
 
     def _tell_of_no_change(self) -> None:

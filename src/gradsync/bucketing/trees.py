@@ -21,7 +21,7 @@ from gradsync.bucketing.events import CallbackIdentity
 from gradsync.bucketing.lists import broadcast_named, communicator_and_root
 from gradsync.bucketing.options import Options, checked_weight
 from gradsync.bucketing.step import Step
-from gradsync.communicators.agreement import array_text
+from gradsync.communicators.agreement import AFTER_REBUILD, array_text
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import arrays_of, kept, native_array
 from gradsync.communicators.host_arrays import ArrayKind
@@ -375,6 +375,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     by_rank = communicator.objects.all_gather_for("broadcast_tree", difference)
     if differences := {rank: text for rank, text in zip(communicator.ranks, by_rank, strict=True) if text is not None}:
         lines = "".join(f"\n  rank {rank}: {text}" for rank, text in differences.items())
+        lines += f"\n  {AFTER_REBUILD}" if communicator.is_rebuilt else ""
         raise PlanMismatch(
             f"{communicator.label}: broadcast_tree needs the same tree on all ranks; no array was written to. The "
             f"first difference of each rank from rank {communicator.ranks[root]} (the root):{lines}",

@@ -215,9 +215,13 @@ _SAME_GRADIENTS = (
 )
 _IS_MISSING = " is missing here on "
 _SAME_ORDER = "call the same collectives in the same order on all ranks"
-_AFTER_REBUILD = (
-    "the world was made anew, and a rank that was started again begins with broadcast_tree: after gs.rebuild(), also "
-    "at the edge of a step, all ranks call gs.broadcast_tree(state, root=comm.most_advanced)"
+AFTER_REBUILD = (
+    "the world was rebuilt: the first collective of a rank that was started again has to be the one that the others "
+    "make after gs.rebuild()"
+)
+_AS_BROADCAST = (
+    ", also at the edge of a step: let all ranks call gs.broadcast_tree(state, root=comm.most_advanced) there, and "
+    "nothing before it"
 )
 _SAME_VALUES = (
     "an array as a name is known by its values at its first use, and the ranks' values differ: give all ranks the same "
@@ -256,7 +260,7 @@ def mismatch(
     differing = {rank: described.lines[alike:] for rank, described in by_rank.items()}
     remedy = _remedy_for_launched(differing) if broken else _remedy(by_rank)
     if is_rebuilt and len({each.what for each in by_rank.values()} | {"broadcast_tree"}) == 2:
-        remedy = _AFTER_REBUILD
+        remedy = AFTER_REBUILD + _AS_BROADCAST
     if any(differing.values()) and _IS_MISSING not in remedy:  # from there on, all lines differ
         shown.append(f"  first difference, line {alike + 1}:")
         shown += [f"    rank {rank}: {lines[0] if lines else '(nothing)'}" for rank, lines in differing.items()]

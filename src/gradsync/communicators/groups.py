@@ -46,11 +46,12 @@ class CommunicatorTree:
 
     Attributes:
         has_begun: whether one of them has completed a step, or the world was rebuilt: there is a state to lose.
+        is_rebuilt: whether the world was rebuilt.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.has_begun = False
+        self.has_begun = self.is_rebuilt = False
         self._counts: dict[str, int] = {}
         # In the order of their making, which is one order on all ranks: close() waits for messages.
         self._communicators: weakref.WeakKeyDictionary[Member, None] = weakref.WeakKeyDictionary()

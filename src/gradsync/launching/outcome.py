@@ -38,6 +38,7 @@ class RankOutcome:
         given_up: why the others gave the rank up, so that the launcher killed it; "" if they did not.
         ended_after: the seconds from the start of the run to the failure.
         is_replaced: whether the rank was to be started again, see `Outcome.earlier`.
+        is_awaited: whether the process that was started in its place has not joined the others.
         went_on_after: the seconds from the failure until the other ranks had formed a new world; None if they have not,
             as far as this launcher knows.
     """
@@ -56,6 +57,7 @@ class RankOutcome:
     given_up: str = ""
     ended_after: float = 0.0
     is_replaced: bool = False
+    is_awaited: bool = False
     went_on_after: float | None = None
 
     @property
@@ -261,6 +263,7 @@ def failure_text(outcome: Outcome) -> str:
 def _death_text(rank: RankOutcome) -> str:
     """Returns the part of the report about a rank without which the others went on."""
     again = "; it was started again" if rank.is_replaced else ""
+    again += ", but has not joined" if rank.is_awaited else ""
     later = "" if rank.went_on_after is None else f"; the others went on {rank.went_on_after:.2f} s later"
     died = f"gradsync: after {rank.ended_after:.1f} s {rank.describe()}{again}{later}"
     return f"{_last_output(rank)}{died}{':' if rank.text else ''}\n{rank.text}"

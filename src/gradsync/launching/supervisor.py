@@ -466,7 +466,7 @@ class Supervisor:
             what = "the others go on"
         else:
             what = f"{going} of {count(job.world_size, 'rank')} {'goes' if going == 1 else 'go'} on"
-        error = f": {outcome.error.summary}" if outcome.error is not None else ""
+        error = f": {outcome.error.summary.rstrip(': ')}" if outcome.error is not None else ""
         self._notices.print(f"gradsync: {outcome.describe()}{error}; {what}")
         self._letting_go[rank] = ending = _Ending()
         ending.plan((_SETTLE_SECONDS, signal.SIGTERM), (job.grace_seconds, signal.SIGKILL))
@@ -502,6 +502,7 @@ class Supervisor:
         self._earlier.append(outcome)
         if self._news is not None:
             self._waiting.add(self._running[rank.rank])
+            outcome.is_awaited = True
 
     def _is_over(self) -> bool:
         """Returns whether ranks have ended well, and those that still run do not take part any more, or not yet."""
@@ -530,6 +531,8 @@ class Supervisor:
             self._waiting = {rank for rank in self._waiting if rank.rank not in news.ranks}
             if news.number > 1:
                 self._rebuilds = Rebuilds(self._rebuilds.number + 1, self._rebuilds.seconds + news.seconds)
+            for outcome in {each.rank: each for each in self._earlier}.values():  # the last one of each rank
+                outcome.is_awaited = outcome.is_awaited and outcome.rank not in news.ranks
             left_out = [rank.outcome for rank in self.ranks if rank.rank not in news.ranks]
             for outcome in (*self._earlier, *left_out):
                 if outcome.order is not None and outcome.went_on_after is None:
