@@ -228,7 +228,8 @@ def test_the_notice_of_no_broadcast_is_of_the_new_world(comm):
     with Heard() as lines:
         mean_over(sync, comm, 1.0)
         assert lines == []
-        mean_over(sync, gs.rebuild(), 1.0)
+        comm = gs.rebuild()
+        mean_over(sync, comm, 1.0)
     assert ["nothing was broadcast since gs.rebuild()" in line for line in lines] == [True] * (comm.rank == 0)
 
 
