@@ -16,6 +16,6 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun does not always inhe
 
 # One task for each rank. With GPUs the ranks use NCCL. With GPUs and without mpi4py, rank 0 hosts the rendezvous server
 # on the first node, and the ranks need a secret: export GRADSYNC_SECRET_FILE=/a/file/that/all/nodes/can/read
-# Without GPUs the ranks use MPI, which srun must connect. If an error says that a rank is alone, say how: srun --mpi=pmi2
-# for MPICH and Intel MPI, srun --mpi=pmix for Open MPI; srun --mpi=list shows what there is.
+# Without GPUs the ranks use MPI, which srun must connect. If an error says that a rank is alone, say how:
+# srun --mpi=pmi2 for MPICH and Intel MPI, srun --mpi=pmix for Open MPI; srun --mpi=list shows what there is.
 srun python "$@"

@@ -85,7 +85,10 @@ def test_slurm_starts_each_rank(cluster):
 
 
 def test_slurm_s_tasks_have_as_many_threads_as_cores(cluster, script):
-    path = script("import os\nprint(os.environ['OMP_NUM_THREADS'], os.environ['SRUN_CPUS_PER_TASK'])")
+    path = script("""
+        import os
+        os.write(1, f"{os.environ['OMP_NUM_THREADS']} {os.environ['SRUN_CPUS_PER_TASK']}\\n".encode())  # at once
+    """)
     code, out, err = cluster(CLUSTERS / "slurm.sh", path, **slurm(1), SLURM_CPUS_PER_TASK="3").result()
     assert (code, out) == (0, "3 3\n3 3\n"), err
     code, out, err = cluster(CLUSTERS / "slurm.sh", path, **slurm(1)).result()
