@@ -72,11 +72,11 @@ class AllreduceCallback:
             loss scaling.
         clip_norm: the largest Euclidean norm of all reduced gradients together; if theirs is larger, all are scaled
             down to it. `norm` is the norm before. float("inf") computes the norm, and does not clip.
-        check_every: the ranks compare the parameters' values before the first two steps, and every so many, by a
-            digest of 8 bytes each; 0 means never. They can compare only what the callback knows as arrays:
-            `parameters`, or arrays as `param`. Pass the parameters themselves, and update them in place. Read-only
-            arrays are not compared. If no parameter is known, and nothing was broadcast before the first step, rank 0
-            says so once.
+        check_every: the ranks compare the parameters' values before the first two steps (on a GPU the first), and every
+            so many, by a digest of 8 bytes each; 0 means never. They can compare only what the callback knows as
+            arrays: `parameters`, or arrays as `param`. Pass the parameters themselves, and update them in place.
+            Read-only arrays are not compared. If no parameter is known, and nothing was broadcast before the first
+            step, rank 0 says so once.
         diverged: what happens if the values differ. "warn": rank 0 logs which parameter differs, and since when.
             "raise": all ranks raise PlanMismatch, and no gradient has changed.
 

@@ -20,7 +20,7 @@ import numpy as np
 from gradsync.communicators import world
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.for_bucketing import arrays_of, exchange_numbers, native_array
+from gradsync.communicators.for_bucketing import arrays_of, exchange_numbers, native_array, runs_beside_host
 from gradsync.errors import PlanMismatch
 
 _log = logging.getLogger("gradsync")
@@ -70,7 +70,9 @@ class Divergence:
     def is_due(self) -> bool:
         """Whether the ranks compare their parameters in this step; equal on all ranks."""
         # The second step shows what the first has made of states that differ, such as a momentum that nobody broadcast.
-        is_time = self._compared_at < 0 or self._steps == 1 or self._steps % (self._every or 1) == 0
+        # (Not on a GPU, where the host has to wait for it.)
+        is_second = self._steps == 1 and not runs_beside_host(self._communicator)
+        is_time = self._compared_at < 0 or is_second or self._steps % (self._every or 1) == 0
         return self._every > 0 and is_time and self._compared_at != self._steps
 
     def end_step(self, *, is_used: bool) -> None:

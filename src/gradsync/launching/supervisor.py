@@ -589,10 +589,10 @@ class Supervisor:
             elif number == signal.SIGINT:
                 half = grace_seconds / 2  # SIGTERM follows, for a script that ignores Ctrl-C
                 self._ending.plan((0.0, number), (half, signal.SIGTERM), (half, signal.SIGKILL))
-                if self._running:
-                    them = "it" if len(self._running) == 1 else "them"
+                if number_of_ranks := len([rank for rank in self._running.values() if rank not in self._letting_go]):
+                    them = "it" if number_of_ranks == 1 else "them"
                     self._notices.print(
-                        f"gradsync: stopping {count(len(self._running), 'rank')} (Ctrl-C again kills {them})"
+                        f"gradsync: stopping {count(number_of_ranks, 'rank')} (Ctrl-C again kills {them})"
                     )
             else:
                 self._ending.plan((0.0, number), (grace_seconds, signal.SIGKILL))
