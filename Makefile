@@ -73,7 +73,7 @@ $(CUPY)/.cupy: $(INSTALLED)
 demo: $(VENV)/.demo  ## train a digit classifier on two ranks (10 s, after a minute to install)
 	$(BIN)/gradsync run -n 2 examples/train_digits.py
 
-test: $(VENV)/.test  ## run the tests (3 minutes)
+test: $(VENV)/.test  ## run the tests (4 minutes)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-plain: $(VENV)/.test  ## run what shared memory does once more, in plain NumPy in place of C (1 minute)
