@@ -256,7 +256,7 @@ def rebuild(*, min_ranks: int | None = None, timeout_seconds: float = 30.0) -> C
             f"{label}: MPI ends the whole job when a rank dies, and cannot make a world without it: use "
             'backend="shm" or "nccl", or start again from a checkpoint'
         )
-    steps = sum(each.completed_steps for each in (world, *_siblings.values()))
+    steps = world.completed_steps
     if _client is None:
         if world.closed and world.world_size > 1:  # a forked child
             raise CommunicatorClosed(f"{label}: {world.ended_because}")

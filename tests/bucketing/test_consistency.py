@@ -148,6 +148,17 @@ def test_parameters_that_differ_before_the_first_step_are_named_once_on_rank_0(c
 
 
 @pytest.mark.ranks(2)
+def test_an_update_inside_the_block_is_named_as_a_cause(comm):
+    weights = np.zeros(3)
+    sync = gs.AllreduceCallback("mean", parameters={"w": weights}, diverged="raise")
+    with pytest.raises(gs.PlanMismatch, match=r"was a parameter changed inside the block\? Update after it"):  # noqa: SIM117
+        with sync.backward():
+            gradient = np.full(3, comm.rank + 1.0)
+            sync("w", gradient)
+            weights -= 0.1 * gradient  # still this rank's own
+
+
+@pytest.mark.ranks(2)
 def test_what_cannot_be_known_is_not_warned_of(comm):
     arrays = arrays_of(comm)
     comm.broadcast(arrays.put(np.zeros(1)))  # else there is another notice, see test_notices.py

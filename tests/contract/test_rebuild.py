@@ -99,8 +99,21 @@ def test_the_rank_with_the_most_steps_is_known(comm):
     assert (comm.most_advanced, comm.completed_steps) == (1, [3, 4][comm.rank])
     with pytest.raises(gs.CommunicatorClosed, match="make it again"):
         pair.barrier()
+    assert comm.new_group([0, 1]).most_advanced == comm.split(0, key=-comm.rank).split(0).most_advanced + 1 == 1
     mean_over(sync, comm, 1.0)
     assert comm.completed_steps == 5  # what was broadcast before has come for sure
+
+
+@pytest.mark.ranks(3, on=("fake",), ends={2: -9})
+def test_steps_over_another_backend_count_too(comm):
+    if comm.rank == 1:
+        comm.completed_steps += 1
+    die(comm, 2)
+    comm = gs.rebuild()
+    with gs.override_backend("shm") as over_shm:
+        assert (over_shm.most_advanced, over_shm.member) == (1, comm.member)
+        mean_over(gs.AllreduceCallback(), over_shm, 1.0)
+    assert comm.completed_steps == gs.rebuild().completed_steps == 2
 
 
 @pytest.mark.ranks(on={"shm": (3,), "fake": (3,)}, ends={2: -9})
@@ -118,6 +131,8 @@ def test_what_belongs_to_the_old_world_cannot_be_used(comm):
         for call in (group.barrier, lambda: group.rank):
             with pytest.raises(gs.CommunicatorClosed, match="make it again"):
                 call()
+        with pytest.raises(ZeroDivisionError), group, bound.backward():
+            1 / 0  # noqa: B018 - an error of the program stays the one that is raised
     assert "closed: gs.rebuild() has made a new world" in repr(old)
     old.close()
     again = gs.new_group([0])
@@ -255,6 +270,22 @@ def test_pending_messages_of_the_old_world_fail(comm):
         with pytest.raises(gs.CommunicatorClosed, match="make it again"):
             future.wait()
     comm.barrier()
+
+
+@pytest.mark.ranks(on={"shm": (3,), "fake": (3,)}, ends={1: -9})
+def test_a_death_that_only_a_future_tells_is_raised_by_the_next_call(comm):
+    """The recipe's `except gs.RankFailed` must see it."""
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    futures = [comm.asynchronous.all_gather(arrays_of(comm).xp.ones(3)) for _ in range(3)]
+    with pytest.raises(gs.RankFailed):
+        comm.barrier()
+    with pytest.raises(gs.CommunicatorClosed):
+        comm.barrier()
+    assert gs.rebuild().all_reduce(arrays_of(comm).xp.ones(1))[0] == 2
+    with pytest.raises(gs.RankFailed):
+        futures[0].wait()
 
 
 @pytest.mark.ranks(3, on=("shm",), fresh=True, options={"timeout_seconds": 20})

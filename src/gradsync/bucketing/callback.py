@@ -378,7 +378,8 @@ class AllreduceCallback:
             self._step.fail(GradientCancelled(f"the backward pass ended with {describe(error)}"))
         finally:  # a done-callback may raise SystemExit
             communicator = self._group or world.current
-            if communicator is not None and communicator.world_size > 1 and not self._step.is_raised_on_all(error):
+            is_alone = communicator is None or (not communicator.closed and communicator.world_size == 1)
+            if communicator is not None and not is_alone and not self._step.is_raised_on_all(error):
                 communicator.abort(f"in the backward pass: {describe(error)}", culprit=culprit_of(error))
 
     def _communicator(self) -> Communicator:

@@ -171,7 +171,8 @@ class Divergence:
         )
         if self._steps == 0:
             text = "the parameters differ between the ranks before the first step. " + which
-            text += "call gs.bcast_list_(arrays, root=0) with all parameters before the first step"
+            text += "call gs.bcast_list_(arrays, root=0) with all parameters before the first step. Or was a parameter "
+            text += "changed inside the block? Update after it"
         else:
             since = "" if self._equal_at is None else f"they were equal before step {self._equal_at + 1}, and "
             text = f"the parameters have diverged: {since}they differ before step {self._steps + 1}. " + which

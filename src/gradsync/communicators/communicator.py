@@ -16,7 +16,7 @@ from gradsync.communicators.groups import CommunicatorTree, NonMember, await_mem
 from gradsync.communicators.lifetime import Lifetime, culprit_of
 from gradsync.communicators.messages import Messages
 from gradsync.errors import CommunicatorClosed, InvalidArgument, PlanMismatch, describe
-from gradsync.futures import CollectiveFuture, Failed, LoggedFuture, Work, refuse_in_callback
+from gradsync.futures import CollectiveFuture, LoggedFuture, Work, refuse_in_callback
 from gradsync.machine import machine_identity
 from gradsync.words import no_attribute
 
@@ -48,7 +48,7 @@ class Communicator(Collectives):
         backend: "local", "shm", "nccl" or "mpi".
         device: where the collectives run: "cpu", or a CUDA device such as "cuda:0".
         member: this process's rank at launch, which stays when gs.rebuild() numbers the ranks of the world anew.
-        most_advanced: of the world's communicator after gs.rebuild(): the rank, or one of those, with the most steps;
+        most_advanced: after gs.rebuild(): the rank, or one of those, that came to the new world with the most steps;
             else 0. Broadcast the state of the training from it.
         completed_steps: the number of flushes that callbacks have completed, since the start of the ranks. A rank that
             joins later, or is behind, has the number of the others only when it has completed one with them: until then
@@ -70,19 +70,26 @@ class Communicator(Collectives):
         self.member = backend.ranks[backend.rank]
         self.most_advanced = 0
         self.completed_steps = 0
-        self._completed_before = 0
+        self._completed_before: Sequence[int] = [0] * backend.world_size  # by each rank, in worlds before
+        self._adopted_by: Communicator | None = None
         self.on_exit: Callable[[BaseException | None], None] | None = None
 
     def begin_as_world(self, member: int, completed_steps: Sequence[int], *, is_rebuilt: bool) -> None:
         """Begins as the world's communicator; `completed_steps` are those of its ranks in worlds before."""
         self.member, self.completed_steps = member, completed_steps[self.rank]
         self._tree.has_begun = self._tree.is_rebuilt = is_rebuilt  # also if no callback counts the steps
-        self._completed_before = max(completed_steps)
-        self.most_advanced = completed_steps.index(self._completed_before)
+        self._begin_after(completed_steps)
+
+    def _begin_after(self, completed_steps: Sequence[int]) -> None:
+        self._completed_before = completed_steps
+        self.most_advanced = completed_steps.index(max(completed_steps))
 
     def count_step(self) -> None:
         """Counts a flush that callbacks have completed."""
-        self.completed_steps = max(self.completed_steps, self._completed_before) + 1
+        if self._adopted_by is not None:
+            self._adopted_by.count_step()
+            return
+        self.completed_steps = max(self.completed_steps, *self._completed_before) + 1
         self._tree.has_begun = True
 
     @property
@@ -237,6 +244,7 @@ class Communicator(Collectives):
             await_members(self._backend, self._lifetime, self._messages, what, members, name)
             group = Communicator(self._backend.connect_group(members, name))
         group._tree, group.member = self._tree, self.member
+        group._begin_after([self._completed_before[member] for member in members])
         self._tree.add(group)
         return group
 
@@ -314,8 +322,9 @@ class Communicator(Collectives):
             communicator._messages.wait_for_all(max(until - time.monotonic(), 0.0))
 
     def adopt(self, communicator: Communicator) -> None:
-        """Adds a communicator over the same ranks to this one's tree: close_tree() closes it too."""
-        communicator._tree = self._tree
+        """Adds a communicator over the same ranks to this one's tree: close_tree() closes it; and counts its steps."""
+        communicator._tree, communicator.member, communicator._adopted_by = self._tree, self.member, self
+        communicator._begin_after(self._completed_before)
         self._tree.add(communicator)
 
     def new_name(self, what: str) -> str:
@@ -339,7 +348,7 @@ class Communicator(Collectives):
     ) -> None:
         if self.on_exit is not None:
             self.on_exit(error)
-        elif error is None or isinstance(error, PlanMismatch) or self.world_size == 1:
+        elif error is None or isinstance(error, PlanMismatch) or (not self.closed and self.world_size == 1):
             self.close()
         else:
             self.abort(describe(error), culprit=culprit_of(error))
@@ -380,7 +389,7 @@ class Asynchronous(Collectives):
         except (InvalidArgument, LayoutsDiffer):  # the first: of this rank alone, nothing has begun
             raise
         except Exception as error:
-            return LoggedFuture(f"{self.label}: {what}", Failed(error))
+            return LoggedFuture(f"{self.label}: {what}", self._lifetime.failed_work(error))
 
     def _finish(self, what: str, work: Work, result: Any) -> CollectiveFuture:
         return CollectiveFuture(f"{self.label}: {what}", work, result)
@@ -395,5 +404,5 @@ class Asynchronous(Collectives):
         try:
             self._lifetime.check_usable(what)
         except Exception as error:
-            return LoggedFuture(f"{self.label}: {what}", Failed(error))
+            return LoggedFuture(f"{self.label}: {what}", self._lifetime.failed_work(error))
         return LoggedFuture(f"{self.label}: {what}", self._messages.begin(sends, receives), result)

@@ -14,7 +14,7 @@ import threading
 import weakref
 from threading import get_ident
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gradsync.communicators.agreement import Agreement, LayoutsDiffer
 from gradsync.diagnostics import FlightRecorder
@@ -28,7 +28,7 @@ from gradsync.errors import (
     describe,
     headline,
 )
-from gradsync.futures import refuse_in_callback, this_thread
+from gradsync.futures import Failed, Work, again, refuse_in_callback, this_thread
 
 if TYPE_CHECKING:
     from typing import Self
@@ -70,6 +70,7 @@ class Lifetime:
         self.messages: Messages | None = None
         self._failure: BaseException | None = None  # the first one: it has ended the communicator
         self._unraised: BaseException | None = None  # the same, if found outside of a collective: for the next call
+        self._in_future: BaseException | None = None  # the same, if only a future has told: for the next call, too
         with _registering:
             _of_this_process.add(self)
 
@@ -182,7 +183,7 @@ class Lifetime:
         """Ends the communicator on this rank, also if it has failed: gs.rebuild() has replaced its world."""
         self._free_interrupted()
         with self._ending:
-            self._announcement = self._unraised = None
+            self._announcement = self._unraised = self._in_future = None
             self.ended_because = because
         self._release_when_idle()
 
@@ -200,8 +201,26 @@ class Lifetime:
         if self._unraised is not None:
             error, self._unraised = self._unraised, None
             raise error
+        if self._in_future is not None:
+            error, self._in_future = self._in_future, None
+            raise again(error)
         if self.ended_because is not None:
             raise self._closed(what)
+
+    def failed_work(self, error: Exception) -> Work:
+        """Returns work for a future with an error. Until somebody reads it there, the next call raises it, too.
+
+        Else a loop that has not come to its future would not learn in time that a rank has died.
+        """
+        if self.ended_because is None or isinstance(error, CommunicatorClosed):
+            return Failed(error)
+        self._in_future = error
+        return _FailedInFuture(error, self)
+
+    def note_read(self, error: BaseException) -> None:
+        """Notes that the program has read an error in a future."""
+        if self._in_future is error:
+            self._in_future = None
 
     def _closed(self, what: str) -> CommunicatorClosed:
         return CommunicatorClosed(
@@ -282,6 +301,19 @@ class Lifetime:
         client = self._backend.client
         if client is not None and client.name == self._recorder.group:
             client.close()
+
+
+class _FailedInFuture(Failed):
+    """See Lifetime.failed_work."""
+
+    def __init__(self, error: BaseException, lifetime: Lifetime) -> None:
+        super().__init__(error)
+        self._lifetime = lifetime
+
+    def order(self, name: str = "", stream: Any = None, timeout_seconds: float | None = None) -> None:
+        """See Work."""
+        self._lifetime.note_read(self.error)
+        super().order(name, stream, timeout_seconds)
 
 
 def _all_go_on(error: BaseException) -> bool:
