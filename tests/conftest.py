@@ -28,6 +28,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Unbuffered, print() writes a line and its end apart, and without prefixes lines of two ranks would mix.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 # NumPy would start a thread for each core in each process, at a fourth of what its import costs.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
