@@ -216,14 +216,7 @@ class Caller(NamedTuple):
 
     def __str__(self) -> str:
         """Returns text such as "/home/me/train.py:41 in step", on one line of limited length."""
-        return self._in(self.code.co_filename)
-
-    def short(self) -> str:
-        """Returns str() without the folder of the file, which may differ between machines."""
-        return self._in(os.path.basename(self.code.co_filename))
-
-    def _in(self, file: str) -> str:
-        return f"{_shortened(file)}:{self.line} in {_shortened(self.code.co_name)}"
+        return f"{_shortened(self.code.co_filename)}:{self.line} in {_shortened(self.code.co_name)}"
 
 
 def caller(thread: int | None = None) -> Caller | None:
@@ -248,20 +241,6 @@ def caller(thread: int | None = None) -> Caller | None:
             of_package = of_package or frame
         frame = frame.f_back
     return None if of_package is None else Caller(of_package.f_code, of_package.f_lasti)
-
-
-def callers() -> list[Caller]:
-    """Returns the lines of the user's program on this thread's stack, the innermost first; see `caller`."""
-    found: dict[str, list[Caller]] = {"program": [], "package": []}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        kind = _kind_of(frame.f_code.co_filename)
-        if kind == "launching":
-            break
-        if kind in found:
-            found[kind].append(Caller(frame.f_code, frame.f_lasti))
-        frame = frame.f_back
-    return found["program"] or found["package"]
 
 
 @lru_cache(maxsize=1024)

@@ -203,12 +203,12 @@ class Model:
                 self._fail(generation, SILENT if is_silent else DIED, rank)
             self._advance()
 
-    def process(self, now: float, world: str, rank: int, pid: int | None, how: str = "") -> None:
+    def process(self, now: float, rank: int, pid: int | None, how: str = "") -> None:
         self._now = now
-        if world in self.worlds and pid is None:
-            self.worlds[world].ended[rank] = None
-        elif world in self.worlds:
-            self.worlds[world].ended.pop(rank, None)
+        if pid is None:
+            self.worlds[""].ended[rank] = None
+        else:
+            self.worlds[""].ended.pop(rank, None)
         self._advance()
 
     def tick(self, now: float) -> None:

@@ -239,11 +239,11 @@ class CoreMachine(RuleBasedStateMachine):
         self.quiet_steps = 0
 
     @quietly
-    @rule(seat=SEATS, starts_again=st.booleans())
-    def end_process(self, seat: Seat, starts_again: bool) -> None:
-        self.both("process", *seat, None, "ended with exit code 0")
+    @rule(rank=st.integers(0, SIZES[""] - 1), starts_again=st.booleans())
+    def end_process(self, rank: int, starts_again: bool) -> None:
+        self.both("process", rank, None, "ended with exit code 0")
         if starts_again:
-            self.both("process", *seat, 1)
+            self.both("process", rank, 1)
         self.quiet_steps = 0
 
     @quietly

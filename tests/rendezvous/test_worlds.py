@@ -115,7 +115,7 @@ SANE = (
 @given(said=st.lists(MESSAGES, min_size=1, max_size=6))
 def test_what_a_mad_member_says_is_an_error_over_its_own_messages_alone(said):
     """Never over another member's, and never later: the server could not tell whose connection to end."""
-    worlds = Worlds(lambda *_: None, lambda _: None, lambda _: None, lambda _: "")
+    worlds = Worlds(lambda *_: None, lambda _: None, lambda _: None, lambda _: "", size=3)
     for rank in range(3):
         worlds.received(0.0, rank, wire.Message(wire.Kind.JOIN, 1, list(joining(rank, 3))))
     for number, (kind, fields) in enumerate(said):
@@ -146,7 +146,7 @@ def test_the_largest_world_forms_and_gathers_in_little_memory_and_never_blocks_f
                 sent.append(fields)
 
         answered = set()
-        worlds = Worlds(send, lambda _: None, lambda _: None, lambda _: "")
+        worlds = Worlds(send, lambda _: None, lambda _: None, lambda _: "", size=wire.MAX_RANKS)
         for number, fields in ((1, None), (2, ("offers", None, bytes(100), 0, 60_000))):
             for rank in range(wire.MAX_RANKS):
                 kind = wire.Kind.JOIN if fields is None else wire.Kind.EXCHANGE
@@ -177,7 +177,7 @@ def test_the_largest_world_forms_and_gathers_in_little_memory_and_never_blocks_f
 def test_ranks_that_leave_a_group_together_do_not_tell_each_other():
     """As at the end of a run: else n ranks would be sent n * n messages."""
     told, size = [], 64
-    worlds = Worlds(lambda _, kind, *__: told.append(kind), lambda _: None, lambda _: None, lambda _: "")
+    worlds = Worlds(lambda _, kind, *__: told.append(kind), lambda _: None, lambda _: None, lambda _: "", size=size)
     for rank in range(size):
         worlds.received(0.0, rank, wire.Message(wire.Kind.JOIN, 1, list(joining(rank, size))))
     for rank in range(size - 1):
@@ -201,7 +201,7 @@ def test_the_largest_world_that_fails_does_not_block_the_server_for_long(what):
     def say(rank, kind, *fields):
         worlds.received(0.0, rank, wire.Message(kind, 1, list(fields)))
 
-    worlds = Worlds(send, lambda _: None, lambda _: None, lambda _: "")
+    worlds = Worlds(send, lambda _: None, lambda _: None, lambda _: "", size=size)
     calls = [(number, 7, "barrier", number == 8) for number in range(1, 9)]
     for rank in range(size - (what == "joining")):
         say(rank, wire.Kind.JOIN, *joining(rank, size, seconds=9.0))

@@ -1,7 +1,7 @@
 """Secret files: processes of one machine find a server and its secret in the user's runtime directory.
 
 Two kinds of processes use a secret file: ranks that gradsync's launcher did not start (`hosting.py`), and several
-launchers of one run (`launching/hosting.py`). These two modules decide which process writes the file and which
+launchers of one run (`launching/nodes.py`). These two modules decide which process writes the file and which
 processes wait for the file. The name of the file contains the server's address or the name of the run, which all these
 processes know. Only this user can open the file's directory. Rank 0 removes its file when all ranks have joined. A
 launcher removes its file when its run ends.

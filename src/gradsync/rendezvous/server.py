@@ -268,16 +268,16 @@ class RendezvousServer:
         self._max_unauthenticated += world_size
         make_room(self._max_members + MAX_UNAUTHENTICATED)
 
-    def note_start(self, rank: int, pid: int, world: str = "") -> None:
-        """Records the start of a rank's process on this machine, also again after its end.
+    def note_start(self, rank: int, pid: int) -> None:
+        """Records the start of a launched rank's process on this machine, also again after its end.
 
         If the process is stopped (SIGSTOP) before it joins, the ranks that wait for it get an error.
         """
-        self._call_soon(partial(self._process, world, rank, pid))
+        self._call_soon(partial(self._process, rank, pid))
 
-    def note_end(self, rank: int, how: str, world: str = "") -> None:
+    def note_end(self, rank: int, how: str) -> None:
         """Records that a rank's process has ended, in words; ranks that wait for it to join get an error."""
-        self._call_soon(partial(self._process, world, rank, None, how))
+        self._call_soon(partial(self._process, rank, None, how))
 
     @property
     def has_joined(self) -> bool:
@@ -438,8 +438,8 @@ class RendezvousServer:
     def _write_notice(self, text: str) -> None:
         self.notices.write(text)
 
-    def _process(self, world: str, rank: int, pid: int | None, how: str = "") -> None:
-        self._worlds.process(time.monotonic(), world, rank, pid, how)
+    def _process(self, rank: int, pid: int | None, how: str = "") -> None:
+        self._worlds.process(time.monotonic(), rank, pid, how)
         self._finish()
 
     def _finish(self) -> None:

@@ -533,14 +533,14 @@ def _parts_of(values: list[bytes]) -> list[list[bytes]]:
 class World:
     """One world: its generations, and what its launcher has told of its processes."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, min_ranks: int = 1, *, respawns: bool = False) -> None:
         self.size = size
+        self.min_ranks = min_ranks  # how many ranks a rebuilt generation needs at least
+        self.respawns = respawns  # whether the others wait for a rank that dies before all have joined
         self.generations: list[Generation] = []  # the current one first
         self.formed = 0
         self.pids: dict[int, int] = {}  # rank -> process, as its launcher has reported
         self.ended: dict[int, str] = {}  # rank -> how its process ended
-        self.min_ranks = 1  # how many ranks a rebuilt generation needs at least
-        self.respawns = False  # whether the others wait for a rank that dies before all have joined
         self.notice_at: float | None = None  # when the ranks that have not joined are told of
 
     @property
@@ -563,7 +563,7 @@ class Worlds:
         notice: notice(text) writes a line to the log.
         state_of: returns the state of a process of this machine, as the letter of /proc/<pid>/stat; "" if unknown.
         machine: the server's `machine_identity`; "" if unknown.
-        size: the size of the world "", if it is known beforehand; else, and in other worlds, the first rank says it.
+        size: the size of the world "", that of the launched ranks; in other worlds the first rank says it.
         host: the rank of the world "" that hosts the server; when its join reaches its deadline, all joins end, but for
             a rebuild: the server goes on.
         min_ranks: how many ranks a rebuilt generation of the world "" needs at least.
@@ -581,8 +581,8 @@ class Worlds:
         notice: Callable[[str], None],
         state_of: Callable[[int], str],
         *,
+        size: int,
         machine: str = "",
-        size: int | None = None,
         host: int | None = None,
         min_ranks: int = 1,
         respawns: bool = False,
@@ -595,9 +595,8 @@ class Worlds:
         self.state_of = state_of
         self._machine = machine
         self._host = host
-        self._worlds: dict[str, World] = {} if size is None else {"": World(size)}
-        if size is not None:
-            self._worlds[""].min_ranks, self._worlds[""].respawns = min_ranks, respawns
+        self._launched = World(size, min_ranks, respawns=respawns)
+        self._worlds = {"": self._launched}
         self._on_lost, self._on_rebuilt = on_lost, on_rebuilt
         self.now = 0.0  # of the current event, in monotonic seconds
         self.has_joined = False  # whether any rank ever has
@@ -618,10 +617,10 @@ class Worlds:
         """
         self.now = now
         handler = _HANDLERS[message.kind]
-        check_fields(handler, 4, message.kind, message.fields)
+        check_fields(handler, 3, message.kind, message.fields)
         if message.kind is Kind.JOIN:
             request = Request(self.send, connection, message.request, message.fields[1])
-            handler(self, now, None, request, *message.fields)
+            handler(self, None, request, *message.fields)
         else:
             place = self._of.get(connection)
             if place is None:
@@ -631,7 +630,7 @@ class Worlds:
             generation.members[rank].seen_at = now
             request = Request(self.send, connection, message.request, rank)
             if generation.members[rank].is_present:
-                handler(self, now, generation, request, *message.fields)
+                handler(self, generation, request, *message.fields)
             elif message.kind is Kind.LEAVE:  # it was given up, or a rebuild has taken its place
                 self._close(connection)
             elif generation.failure is not None:
@@ -639,7 +638,7 @@ class Worlds:
             else:
                 request.refuse(REPLACED)
         if message.kind in (Kind.JOIN, Kind.LEAVE, Kind.FAIL):  # no other one changes who is there
-            self._advance(now)
+            self._advance()
 
     def lost(self, now: float, connection: int, cause: str, *, is_silent: bool = False) -> None:
         """Handles the end of a connection; `is_silent`: the peer's machine acknowledges nothing any more."""
@@ -647,7 +646,7 @@ class Worlds:
         place = self._of.pop(connection, None)
         self._waits.pop(connection, None)
         if place is not None and self._drop(*place):
-            self._advance(now)
+            self._advance()
         elif place is not None:
             _, generation, rank = place
             if not generation.members[rank].is_present:  # it was given up, or a rebuild has taken its place
@@ -659,20 +658,19 @@ class Worlds:
                 why = "its machine acknowledges nothing; the machine or the network failed"
                 text = f"{who} cannot be reached{when}: {why}"
             generation.fail(Failure(rank, generation.phase, text, SILENT if is_silent else DIED))
-            self._advance(now)
+            self._advance()
 
-    def process(self, now: float, world: str, rank: int, pid: int | None, how: str = "") -> None:
-        """Handles what a launcher says: that a rank's process has started, or how it has ended (then `pid` is None)."""
+    def process(self, now: float, rank: int, pid: int | None, how: str = "") -> None:
+        """Handles what the launcher says: a rank's process has started, or how it has ended (then `pid` is None)."""
         self.now = now
-        its = self._worlds.get(world)
-        if its is not None:
-            if pid is None:
-                its.ended[rank] = how
-                its.pids.pop(rank, None)
-            else:
-                its.pids[rank] = pid
-                its.ended.pop(rank, None)
-            self._advance(now)
+        world = self._launched
+        if pid is None:
+            world.ended[rank] = how
+            world.pids.pop(rank, None)
+        else:
+            world.pids[rank] = pid
+            world.ended.pop(rank, None)
+        self._advance()
 
     def tick(self, now: float) -> None:
         """Does what is due."""
@@ -682,7 +680,7 @@ class Worlds:
             if request.is_open:
                 request.when_late(request)
         for world in self._worlds.values():
-            self._tell_missing(now, world)
+            self._tell_missing(world)
             for generation in world.generations:
                 generation.tell_departures()
                 if generation.number and generation.failure is None:
@@ -691,8 +689,8 @@ class Worlds:
                         self._fail(world, generation, failure)
         if self._look_at <= now:
             self._look_at = now + _LOOK_SECONDS
-            self._look_for_silent(now)
-        self._advance(now)
+            self._look_for_silent()
+        self._advance()
 
     def next_deadline(self) -> float | None:
         """Returns when `tick` is due, in monotonic seconds; None: nobody waits."""
@@ -707,13 +705,13 @@ class Worlds:
             due += [0.0 for each in world.generations if each.untold]
         return min(due, default=None)
 
-    def _wait(self, now: float, request: Request, timeout_ms: int) -> None:
+    def _wait(self, request: Request, timeout_ms: int) -> None:
         """Has a request answered at its deadline."""
         if not request.is_open:
             return
         self._count += 1
         seconds = min(max(timeout_ms, 0) / 1000.0, _LATEST_SECONDS)
-        heapq.heappush(self._late, (now + seconds, self._count, request))
+        heapq.heappush(self._late, (self.now + seconds, self._count, request))
         if len(self._late) > self._crowded_above:  # most have been answered long before their deadline
             self._late = [each for each in self._late if each[2].is_open]
             heapq.heapify(self._late)
@@ -723,7 +721,6 @@ class Worlds:
 
     def _on_join(
         self,
-        now: float,
         _: Generation | None,
         request: Request,
         name: str,
@@ -771,14 +768,14 @@ class Worlds:
             world.generations.append(generation)
         where = "" if machine and machine == self._machine else host or "another machine"
         asks_for = None if last is None else min_ranks
-        generation.members[rank] = Member(rank, request.connection, pid, where, now, now, asks_for)
+        generation.members[rank] = Member(rank, request.connection, pid, where, self.now, self.now, asks_for)
         generation.late.discard(rank)
         generation.never = None
         generation.joins[rank] = request
         self._of[request.connection] = world, generation, rank
         request.accept()
         request.when_late = lambda late: self._end_join(generation, late)
-        self._wait(now, request, timeout_ms)
+        self._wait(request, timeout_ms)
 
     def _end_join(self, generation: Generation, request: Request) -> None:
         """A rank has waited for the others until its deadline."""
@@ -789,7 +786,7 @@ class Worlds:
         late = [request]
         # The server is about to end: the others get the names of the missing ranks first.
         world = generation.world
-        if request.rank == self._host and world is self._worlds.get("") and world.running is None:
+        if request.rank == self._host and world is self._launched and world.running is None:
             late += [join for rank, join in generation.joins.items() if rank != request.rank]
         for join in late:
             del generation.joins[join.rank], generation.members[join.rank]
@@ -810,24 +807,21 @@ class Worlds:
         absent = generation.missing()
         return absent, f"{generation.states(absent)}; {has} came, and {needed} are needed at least"
 
-    def _on_set(self, now: float, generation: Generation, request: Request, key: str, value: bytes) -> None:
+    def _on_set(self, generation: Generation, request: Request, key: str, value: bytes) -> None:
         if self._may_ask(generation, request, key, value):
             generation.set(request, key, value)
 
-    def _on_get(
-        self, now: float, generation: Generation, request: Request, key: str, setter: int | None, timeout_ms: int
-    ) -> None:
+    def _on_get(self, generation: Generation, request: Request, key: str, setter: int | None, timeout_ms: int) -> None:
         if self._may_ask(generation, request, key) and generation.get(request, key, setter):
-            self._wait(now, request, timeout_ms)
+            self._wait(request, timeout_ms)
 
-    def _on_delete(self, now: float, generation: Generation, request: Request, prefix: str) -> None:
+    def _on_delete(self, generation: Generation, request: Request, prefix: str) -> None:
         if self._may_ask(generation, request, prefix):
             generation.delete(prefix)
             request.reply()
 
     def _on_exchange(
         self,
-        now: float,
         generation: Generation,
         request: Request,
         name: str,
@@ -837,7 +831,7 @@ class Worlds:
         timeout_ms: int,
     ) -> None:
         if self._may_ask(generation, request, name, value) and generation.arrive(request, name, ranks, value, root):
-            self._wait(now, request, timeout_ms)
+            self._wait(request, timeout_ms)
 
     def _may_ask(self, generation: Generation, request: Request, name: str, value: bytes = b"") -> bool:
         """Answers a request that the state of the generation, or its own size, does not allow."""
@@ -862,7 +856,7 @@ class Worlds:
         return count
 
     def _on_leave(
-        self, now: float, generation: Generation, request: Request, group: str, ranks: list[int] | None, begun: int
+        self, generation: Generation, request: Request, group: str, ranks: list[int] | None, begun: int
     ) -> None:
         if group:
             if generation.number and generation.failure is None:
@@ -875,7 +869,7 @@ class Worlds:
             generation.forget_join(request.rank)
         self._close(request.connection)
 
-    def _on_fail(self, now: float, generation: Generation, request: Request, reason: str, culprit: int | None) -> None:
+    def _on_fail(self, generation: Generation, request: Request, reason: str, culprit: int | None) -> None:
         rank = request.rank
         if self._drop(*self._of[request.connection]):
             self._of.pop(request.connection)
@@ -885,12 +879,11 @@ class Worlds:
         blamed = rank if culprit is None or culprit not in generation.members else culprit
         generation.fail(Failure(blamed, generation.phase, text))
 
-    def _on_beat(self, now: float, generation: Generation, request: Request, begun: dict[str, int]) -> None:
+    def _on_beat(self, generation: Generation, request: Request, begun: dict[str, int]) -> None:
         generation.members[request.rank].begun = check_counts(begun)
 
     def _on_waiting(
         self,
-        now: float,
         generation: Generation,
         request: Request,
         group: str,
@@ -903,18 +896,16 @@ class Worlds:
     ) -> None:
         if generation.number and generation.failure is None:
             for member in generation.stuck.report(
-                now, request.rank, group, ranks, number, what, waited_ms, missing, is_over
+                self.now, request.rank, group, ranks, number, what, waited_ms, missing, is_over
             ):
                 self.send(member.connection, Kind.ASK, 0)
 
-    def _on_status(
-        self, now: float, generation: Generation, request: Request, status: dict[str, Any], text: str
-    ) -> None:
-        generation.stuck.answer(now, request.rank, status, text)
+    def _on_status(self, generation: Generation, request: Request, status: dict[str, Any], text: str) -> None:
+        generation.stuck.answer(self.now, request.rank, status, text)
 
     # -- Generations ---------------------------------------------------------------------------------------------
 
-    def _advance(self, now: float) -> None:
+    def _advance(self) -> None:
         """Drops generations that have ended, and forms the next one of a world once its ranks have joined."""
         for name, world in list(self._worlds.items()):
             world.generations = [
@@ -927,11 +918,11 @@ class Worlds:
             if forming is None or forming.failure is not None:
                 world.notice_at = None
             elif running is not None:
-                self._rebuild(now, world, running, forming)
+                self._rebuild(world, running, forming)
             elif len(forming.members) == world.size:
                 self._form(world, forming, None, 0.0)
             else:
-                world.notice_at = world.notice_at or now + NOTICE_SECONDS
+                world.notice_at = world.notice_at or self.now + NOTICE_SECONDS
                 for rank, how in world.ended.items():
                     if rank not in forming.members:
                         text = f"{forming.label(rank)} {how} without joining; the other ranks waited for it"
@@ -945,17 +936,17 @@ class Worlds:
         joins, forming.joins = forming.joins, {}
         for join in joins.values():
             join.reply(forming.number, numbers)
-        if world is self._worlds.get(""):
+        if world is self._launched:
             self._on_rebuilt(forming.number, tuple(numbers or range(world.size)), seconds)
 
-    def _rebuild(self, now: float, world: World, running: Generation, forming: Generation) -> None:
+    def _rebuild(self, world: World, running: Generation, forming: Generation) -> None:
         """Forms a rebuilt generation, once those have come that it needs; ends the one before."""
         if not forming.is_asked_for:  # those that wait are taken in when the others rebuild
             world.notice_at = None
             return
         is_awaited = next(_left_of(running, forming), None) is not None
         if is_awaited or len(forming.members) < _needed(world, running, forming):
-            world.notice_at = world.notice_at or now + NOTICE_SECONDS
+            world.notice_at = world.notice_at or self.now + NOTICE_SECONDS
             return
         running.replace()
         world.generations.remove(running)
@@ -966,7 +957,7 @@ class Worlds:
         since = running.failed_at
         if since is None:
             since = min(each.came_at for each in forming.members.values() if each.min_ranks is not None)
-        self._form(world, forming, numbers, now - since)
+        self._form(world, forming, numbers, self.now - since)
 
     def _drop(self, world: World, generation: Generation, rank: int, refusal: str = "") -> bool:
         """Forgets a rank that waited for a rebuild, or was new, and has ended; returns whether it was one."""
@@ -996,13 +987,13 @@ class Worlds:
         if member.is_present:
             member.is_present = False
             self._close(member.connection)  # also a sign for a launcher on another machine
-            if world is self._worlds.get(""):
+            if world is self._launched:
                 self._on_lost(member.number, why)
 
-    def _tell_missing(self, now: float, world: World) -> None:
+    def _tell_missing(self, world: World) -> None:
         """Logs the ranks that have not joined, every few seconds."""
-        if world.notice_at is not None and world.notice_at <= now:
-            world.notice_at = now + NOTICE_SECONDS
+        if world.notice_at is not None and world.notice_at <= self.now:
+            world.notice_at = self.now + NOTICE_SECONDS
             forming = world.forming
             assert forming is not None
             where, count = self._awaited(forming)[1], len(forming.members)
@@ -1011,14 +1002,14 @@ class Worlds:
                 who = f"{count} rank{' waits' if count == 1 else 's wait'} for gs.rebuild()"
             self._notice(f"{who}; waiting for {where}")
 
-    def _look_for_silent(self, now: float) -> None:
+    def _look_for_silent(self) -> None:
         """Gives up the members that have been silent for long, and that /proc calls stopped or a zombie.
 
         Their generation fails; one that waits for a rebuild, or that is waited for after a failure, is only left out.
         """
         for connection, (world, generation, rank) in list(self._of.items()):
             member, forming = generation.members[rank], world.forming
-            silent_seconds = now - member.seen_at
+            silent_seconds = self.now - member.seen_at
             if silent_seconds < SILENT_SECONDS or member.host or not member.pid:
                 continue
             if not member.is_present:
