@@ -1,4 +1,4 @@
-"""The `gradsync` command: declares all commands with their options. Other modules run the commands, except `serve`."""
+"""The `gradsync` command and its options. launching/command.py and doctor.py do what they say; `serve` is here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Failure(click.ClickException):
 
 
 class _Commands(click.Group):
-    """A group of commands that shows gradsync's errors without a traceback, with advice for words that do not exist."""
+    """Shows gradsync's errors without a traceback, and what to write instead of words that do not exist."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)
@@ -93,7 +93,7 @@ def _with_advice() -> Iterator[None]:
 
 
 class _Integer(click.IntRange):
-    """An integer in a range. For text that is no integer, the error of click.IntRange would be hard to understand."""
+    """An integer in a range, whose errors can be read also where the text is no integer."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if param is not None and "-n" in param.opts and re.fullmatch(r"p\d*", str(value)):
@@ -102,7 +102,7 @@ class _Integer(click.IntRange):
 
 
 class _Backend(click.Choice[str]):
-    """A backend. For the name of another library's, the error has advice."""
+    """A backend; for one of another library the error says which to take."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value not in self.choices:
@@ -113,11 +113,11 @@ class _Backend(click.Choice[str]):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="gradsync")
 def main() -> None:
-    """Synchronises gradients between processes: launcher, check of this machine, rendezvous server."""
+    """Starts ranks, checks this machine, or runs a rendezvous server alone."""
 
 
 @main.command(
-    short_help="Runs a script in several rank processes.",
+    short_help="Runs a script on several ranks.",
     context_settings={"allow_interspersed_args": False},
     epilog="""\b
 Examples:
@@ -149,20 +149,20 @@ Examples:
     type=_Integer(min=0),
     metavar="N",
     default=0,
-    help="How often all ranks start again after a failure, on one machine.",
+    help="Start all ranks again after a failure, N times; one machine only.",
 )
 @click.option(
     "--min-ranks",
     type=_Integer(min=1),
     metavar="K",
-    help="They go on while K are left: gradsync.rebuild().  [default: all]",
+    help="Go on while K ranks are left: gradsync.rebuild().  [default: all]",
 )
 @click.option(
     "--respawn",
     type=_Integer(min=0),
     metavar="N",
     default=0,
-    help="How often in all a rank that fails starts again by itself.",
+    help="Start a failed rank again, N times in all; the others go on.",
 )
 @click.option(
     "--wrap",
@@ -171,7 +171,7 @@ Examples:
     help='Starts the Python of each rank, such as "numactl -N0" or "nsys profile".',
 )
 @click.option(
-    "--log-dir", metavar="DIR", help="Also write each rank's output to DIR, and first remove older logs there."
+    "--log-dir", metavar="DIR", help="Write each rank's output to DIR, too; older logs there are removed first."
 )
 @click.option(
     "--grace",
@@ -204,7 +204,7 @@ Examples:
 @click.option(
     "--secret-file",
     metavar="FILE",
-    help=f"Has the secret of all machines, with mode 0600; - is standard input.  [default: {SECRET_FILE}, {SECRET}]",
+    help=f"File of mode 0600 with the secret of all machines; - is standard input.  [default: {SECRET_FILE}, {SECRET}]",
 )
 @click.option(
     "--trace", "trace_dir", metavar="DIR", help="Write Chrome traces; at the end, say where a step's time went."
@@ -215,11 +215,11 @@ Examples:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
 @click.pass_context
 def run(context: click.Context, /, **options: Any) -> None:
-    """Runs SCRIPT in several rank processes, on this machine or on several.
+    """Runs SCRIPT on several ranks, on this machine or on several.
 
-    SCRIPT calls gradsync.init_process_group(). When a rank fails, gradsync ends the others (with --min-ranks they go
-    on), and shows the cause last, with its traceback; the exit code is that of this rank, or 128 + n of a signal.
-    Ctrl-C asks all ranks to end, and a second Ctrl-C kills them.
+    When a rank fails, the others are ended (with --min-ranks they go on), and the cause is shown last, with its
+    traceback; its exit code is that of this command, or 128 + n of a signal. Ctrl-C asks all ranks to end, a second one
+    kills them.
     """
     from gradsync.launching.command import run_command
 
@@ -228,21 +228,18 @@ def run(context: click.Context, /, **options: Any) -> None:
 
 
 @main.command(
-    short_help="Shows which backends work on this machine, and how to repair the others.",
+    short_help="Says which backends work on this machine, and how to mend the others.",
     epilog="""\b
 Exit codes:
-  0   no check reports "broken", and a trial of shm, mpi or nccl succeeds (with --backend: the trial of this backend)
+  0   nothing is broken, and shm, mpi or nccl works (with --backend or GRADSYNC_BACKEND: this one)
   1   otherwise
   2   the command line is wrong
 
 \b
-The variable GRADSYNC_BACKEND names the backend that must work, if --backend is not given. With --no-try, the exit code
-depends only on the checks of the machine. The command does not change the machine.
+With --no-try the exit code says only whether something is broken. Nothing on the machine is changed.
 """,
 )
-@click.option(
-    "--backend", type=_Backend(tuple(TABLE)), help="Backend that must work. The command tries no other backend."
-)
+@click.option("--backend", type=_Backend(tuple(TABLE)), help="The backend that must work; no other one is tried.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option(
     "--timeout",
@@ -250,16 +247,16 @@ depends only on the checks of the machine. The command does not change the machi
     type=click.FloatRange(min=0, min_open=True),
     default=8.0,
     show_default=True,
-    help="Time limit of each trial in seconds.",
+    help="How many seconds each trial may take.",
 )
 @click.option(
-    "--try/--no-try", "tries", default=True, show_default=True, help="Try an all-reduce, or only check the machine."
+    "--try/--no-try", "tries", default=True, show_default=True, help="Try an all-reduce, or only look at the machine."
 )
-@click.option("-v", "--verbose", is_flag=True, help="Also show the lines without a problem.")
+@click.option("-v", "--verbose", is_flag=True, help="Show the lines without a problem, too.")
 def doctor(**options: Any) -> None:
-    """Checks this machine, tries an all-reduce with each backend that may work here, and shows how to repair problems.
+    """Tries an all-reduce over each backend that may work on this machine, and says how to mend the others.
 
-    The command tries the backend "local" only if --backend or GRADSYNC_BACKEND names it.
+    "local" is tried only if --backend or GRADSYNC_BACKEND names it.
     """
     try:
         from gradsync.doctor import doctor as examine
@@ -271,21 +268,20 @@ def doctor(**options: Any) -> None:
     sys.exit(examine(**options))
 
 
-@main.command(short_help="Runs only a rendezvous server.")
+@main.command(short_help="Runs a rendezvous server alone.")
 @click.option("--world-size", type=_Integer(min=1), required=True, help="Number of ranks of the run.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the interface to listen on.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--port", type=_Integer(0, LARGEST_PORT), default=0, help="Port; 0 is any free port.  [default: 0]")
 @click.option(
     "--secret-file",
     metavar="FILE",
-    help="File of mode 0600 with the secret of the run, or - for a line of standard input.  [required]",
+    help="File of mode 0600 with the secret of the run, or - for standard input.  [required]",
 )
 def serve(world_size: int, host: str, port: int, secret_file: str | None) -> None:
-    """Runs only a rendezvous server, for ranks that gradsync did not start.
+    """Runs a rendezvous server alone, for ranks that gradsync did not start.
 
-    The command prints the address at which the server listens. Set two variables for each rank. GRADSYNC_ADDRESS is
-    this address; with --host 0.0.0.0, put an address of this machine in place of 0.0.0.0. GRADSYNC_SECRET_FILE is the
-    path of a file with the same secret. Ctrl-C or SIGTERM ends the server.
+    It prints its address. Give each rank this address as GRADSYNC_ADDRESS (for 0.0.0.0 write an address of this
+    machine), and a file with the same secret as GRADSYNC_SECRET_FILE. Ctrl-C or SIGTERM ends the server.
     """
     from gradsync.rendezvous.server import RendezvousServer
 
@@ -314,7 +310,7 @@ def _print_exports(address: str, secret_file: str) -> None:
 
 
 def _stop_on_termination(server: RendezvousServer) -> list[int]:
-    """Makes SIGINT and SIGTERM stop the server; returns a list to which the handler adds each signal's number."""
+    """Has SIGINT and SIGTERM stop the server; returns a list to which each that comes is added."""
     received: list[int] = []
 
     def stop(number: int, _frame: object) -> None:
