@@ -8,6 +8,7 @@ import signal
 import threading
 import tracemalloc
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 
 import pytest
 
@@ -431,16 +432,20 @@ def test_the_core_keeps_nothing_of_the_worlds_that_were_replaced():
 
     for rank in range(SIZE):
         seats[rank] = join(0.0, rank)
+    lows, number = [], 0
     tracemalloc.start()
     try:
-        for number in range(1, 101):
-            rebuild(number)
-        gc.collect()
-        before = tracemalloc.get_traced_memory()[0]
-        for number in range(101, 1101):
-            rebuild(number)
-        gc.collect()
-        assert tracemalloc.get_traced_memory()[0] - before < 100_000
+        for _ in range(3):
+            sizes = []
+            for _ in range(8):  # answered requests stay in a heap until it is cleared, about every 700 rebuilds
+                for _ in range(100):
+                    rebuild(number := number + 1)
+                gc.collect()
+                sizes.append(tracemalloc.get_traced_memory()[0])
+            lows.append(min(sizes))
+        largest = [str(line) for line in tracemalloc.take_snapshot().statistics("lineno")[:5]]
+        # A leak grows each time; another thread of this process may allocate something once.
+        assert min(after - before for before, after in pairwise(lows)) < 30_000, largest
     finally:
         tracemalloc.stop()
 
