@@ -16,6 +16,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from datetime import timedelta
+from functools import cache
 from statistics import median
 from typing import Any
 
@@ -32,6 +34,7 @@ from systems import NO_TORCH, Absent, Step, rendezvous_server, started
 
 UNIQUE_ID = bytes(range(128))  # as long as NCCL's
 PATIENCE_SECONDS = 60
+JOINING_SECONDS = 20  # of TCPStore; it takes about one
 TCP_STORE = """
 import sys
 import time
@@ -133,7 +136,10 @@ class Meeting:
 
 
 class TorchMeeting:
-    """The same with the clients of torch, which wait for each answer: one rank speaks after the other."""
+    """The same with the clients of torch, which wait for each answer: one rank speaks after the other.
+
+    For each client server and client ask DNS for the name of 127.0.0.1: where that is slow, a thousand never join.
+    """
 
     def __init__(self, size: int, port: int) -> None:
         self._size, self._port = size, port
@@ -142,8 +148,12 @@ class TorchMeeting:
     def join(self) -> None:
         from torch.distributed import TCPStore
 
-        for _ in range(self._size):
-            self._stores.append(TCPStore("127.0.0.1", self._port, self._size, False, wait_for_workers=False))
+        options = {"wait_for_workers": False, "timeout": timedelta(seconds=JOINING_SECONDS)}
+        deadline = time.monotonic() + JOINING_SECONDS
+        for number in range(self._size):
+            if time.monotonic() > deadline:
+                raise Absent(f"TCPStore: {number:,} of {self._size:,} ranks have joined in {JOINING_SECONDS} s")
+            self._stores.append(TCPStore("127.0.0.1", self._port, self._size, False, **options))
         self._meet("joined")
 
     def share_id(self) -> None:
@@ -186,15 +196,27 @@ def cpu_seconds(pid: int) -> float:
 SERVER_SECONDS: dict[str, list[float]] = {}  # what the servers of each contender have needed for a whole meeting
 
 
+@cache
+def why_no_tcp_store(size: int) -> str | None:
+    """Plays one meeting, to see whether its ranks come together."""
+    try:
+        import torch.distributed  # noqa: F401
+
+        with a_meeting("TCPStore", size) as (_, ranks):
+            ranks.join()
+    except ImportError:
+        return NO_TORCH
+    except Absent as absent:
+        return str(absent)
+    return None
+
+
 def meeting(contender: str, size: int, phase: str) -> Step:
     """A step is a whole meeting, of which one phase counts."""
     if raise_limit(size) is not None:
         raise Absent(f"{size} open files: ulimit -Hn {size + 256}")
-    if contender == "TCPStore":
-        try:
-            import torch.distributed  # noqa: F401
-        except ImportError:
-            raise Absent(NO_TORCH) from None
+    if contender == "TCPStore" and (reason := why_no_tcp_store(size)) is not None:
+        raise Absent(reason)
     SERVER_SECONDS[contender] = []
 
     def step() -> float:
