@@ -1,4 +1,4 @@
-"""Tells who imports this module of 0.2 what to write instead. It goes in 0.4, with removed.py."""
+"""Tells who imports this module of 0.2 what to write instead. It goes in 0.4, with words.REMOVED."""
 
 from gradsync.words import no_module
 

@@ -27,7 +27,7 @@ from typing import TextIO
 from gradsync.errors import InvalidArgument
 from gradsync.machine import start_thread
 
-#: How long the report of a failure waits for a blocked terminal, if the launcher has more to do after the report.
+#: How long the report of a failure waits for a blocked terminal, if the launcher has more to do after it.
 REPORT_SECONDS = 1.0
 _READ_BYTES = 64 * 1024
 _KEPT_LINES, _KEPT_BYTES = 50, 4096  # the last lines of a rank, and the end of each
@@ -43,10 +43,10 @@ _LOG_NAME = re.compile(r"rank-(\d+)(?:\.restart-\d+)?\.log", re.ASCII)
 
 
 class Notices:
-    """Prints the launcher's notices; drops the notices without an error if the terminal is gone.
+    """Prints the launcher's notices, and drops them if the terminal is gone.
 
     Args:
-        stream: the stream to print to; None prints nothing.
+        stream: where to; None: nowhere.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -57,7 +57,7 @@ class Notices:
 
         Args:
             text: the lines.
-            wait_seconds: how long to wait for a blocked terminal before print() drops the lines; None means no limit.
+            wait_seconds: how long to wait for a blocked terminal before they are dropped; None means no limit.
         """
         if self._stream is None:
             return
@@ -126,7 +126,7 @@ class OutputForwarder:
             start_thread(screen.thread)
 
     def finish(self, wait_seconds: float) -> bool:
-        """Shows all output that has arrived, and ends the threads. Call this method again to wait for longer.
+        """Shows all output that has arrived, and ends the threads. Call it again to wait for longer.
 
         Args:
             wait_seconds: how long to wait for a blocked terminal or a slow reader.

@@ -56,9 +56,9 @@ def start_record(
 ) -> Iterator[StartRecord]:
     """Yields what every rank finds at its start.
 
-    A pipe is not enough for the program: when the pipe is full, the launcher would wait until a rank reads from the
-    pipe, and could start no other rank. The secret's descriptor stays open in a rank, also when the rank becomes
-    another program (exec); other users can open neither.
+    A pipe is not enough for the program: when it is full, the launcher would wait until a rank reads it, and could
+    start no other. The secret's descriptor stays open in a rank, also when it becomes another program (exec); other
+    users can open neither.
 
     Args:
         target: the program of the ranks.

@@ -1,8 +1,7 @@
-"""Collects the signals to the launcher as bytes in a pipe, so that the supervisor's loop can wait for the signals.
+"""Collects the signals to the launcher as bytes in a pipe, for which the supervisor's loop can wait.
 
-As soon as a signal arrives, Python writes its number to the pipe, as a byte (signal.set_wakeup_fd). Signal handlers
-alone are not enough: Python runs a handler only between two instructions of the main thread. If a signal arrives just
-before the loop begins to wait, the handler would run only after the wait.
+Python writes a signal's number to the pipe as soon as it comes (signal.set_wakeup_fd). Handlers alone are not enough:
+they run between two instructions of the main thread, so for a signal just before a wait only after it.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ _LAST_STANDARD_DESCRIPTOR = 2
 
 
 class SignalInbox:
-    """A context in which SIGINT, SIGTERM, SIGHUP and SIGTSTP have no effect, and the inbox collects these signals.
+    """A context in which SIGINT, SIGTERM, SIGHUP and SIGTSTP have no effect, and are collected here.
 
-    It collects what schedulers send as a warning, too, unless the program has handlers of its own for them.
+    So is what schedulers send as a warning, unless the program has handlers of its own for it. A signal that nobody has
+    read takes its usual effect when the block ends.
 
     Only the main thread can install handlers, so an inbox in another thread gets no signals. A signal that the process
-    ignores (as under nohup, or in a background job) stays ignored. If the process ignores SIGCHLD, the inbox restores
-    the default: otherwise the kernel would discard exit codes, and a failed rank would seem to have succeeded. When the
-    `with` block ends, each signal that was not read takes its usual effect.
+    ignores (as under nohup, or in a background job) stays ignored; but SIGCHLD gets its default back: the kernel would
+    discard exit codes, and a failed rank would seem to have succeeded.
 
     Args:
-        installs_handlers: whether to install signal handlers. Without handlers, for a program that continues while a
-            thread watches the job, signals keep their usual effect, and the inbox gets only the numbers from `put`.
+        installs_handlers: whether to install handlers. Without them, for a program that goes on while a thread watches
+            the job, signals keep their usual effect, and only `put` fills the inbox.
     """
 
     def __init__(self, *, installs_handlers: bool = True) -> None:
@@ -89,7 +88,7 @@ class SignalInbox:
                 signal.raise_signal(number)
 
     def put(self, number: int) -> None:
-        """Adds a signal as if it had arrived. Any thread may call this method. After the `with` block: no effect."""
+        """Adds a signal as if it had come; any thread may. After the `with` block it does nothing."""
         with self._writing, contextlib.suppress(BlockingIOError):
             if self._writer >= 0:
                 os.write(self._writer, bytes([number]))
@@ -122,10 +121,8 @@ def _do_nothing(_number: int, _frame: FrameType | None) -> None:
 def no_other_fork() -> Iterator[None]:
     """Makes forks of other threads wait while this thread starts a process.
 
-    The child of such a fork would keep copies of descriptors that this thread is about to close. One of these
-    descriptors is the rank's end of a pipe: the launcher knows that the rank has ended when all copies of this end are
-    closed. Another descriptor belongs to a pipe that `subprocess.Popen` reads until all copies of the write end are
-    closed.
+    Their children would keep copies of descriptors that this thread is about to close: of the rank's end of a pipe, by
+    whose closing the launcher knows that the rank has ended, and of a pipe that `subprocess.Popen` reads to its end.
     """
     with _fork_lock:
         yield
@@ -137,10 +134,7 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Restores signal handling in the child of every fork, also of a fork in the user's code.
-
-    Otherwise Python would write a signal to the child into the pipe of the parent's inbox.
-    """
+    """Restores signal handling in the child of every fork: its signals must not go into its parent's pipe."""
     global _fork_lock
     _fork_lock = threading.RLock()
     for inbox in reversed(_entered):

@@ -140,7 +140,7 @@ class MultiprocessContext:
 
 
 def _end_if_interrupted(reference: weakref.ref[MultiprocessContext], pid: int) -> None:
-    """Ends the ranks if Ctrl-C ends the program. The interpreter calls this function before it waits for threads."""
+    """Ends the ranks if Ctrl-C ends the program; called before the interpreter waits for threads."""
     context = reference()
     # A forked copy of the program leaves the ranks alone.
     if context is not None and pid == os.getpid() and getattr(sys, "last_type", None) is KeyboardInterrupt:
@@ -160,8 +160,8 @@ def _headline(root: RankOutcome) -> str:
 class RankQueue:
     """A queue for one object that a rank sends.
 
-    `get` does not wait for an object that cannot arrive: it raises `queue.Empty` if the rank has ended without sending
-    the object, or if an earlier call has returned the object.
+    `get` waits for nothing that cannot come: it raises `queue.Empty` if the rank has ended without sending it, or if
+    an earlier call has returned it.
     """
 
     _END = object()
@@ -177,10 +177,10 @@ class RankQueue:
         self._things.put(self._END)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Removes and returns the object that the rank has sent.
+        """Returns what the rank has sent, once.
 
         Args:
-            block: whether to wait for the object.
+            block: whether to wait for it.
             timeout: how many seconds to wait at most.
 
         Raises:
@@ -204,8 +204,8 @@ class SpawnedProcess:
         rank: the number of the rank.
         name: the name of the process, such as "gradsync-rank-1" for rank 1.
         daemon: whether this program, at its end, ends the process instead of waiting for it.
-        sentinel: a descriptor for `multiprocessing.connection.wait`. The descriptor becomes readable when the process
-            and every process that it has started have ended.
+        sentinel: a descriptor for `multiprocessing.connection.wait`, readable once the process and every process that
+            it has started have ended.
         return_queue: a queue that gets the return value of the function.
         error_queue: a queue that gets the traceback, as text, of the exception that ended the process.
     """
@@ -229,7 +229,7 @@ class SpawnedProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id; None if the process never began. Reading this property waits for the process's start."""
+        """The process id; None if the process never began. It waits for the start."""
         self._begun.wait()
         return self._rank.outcome.pid or None
 
@@ -260,10 +260,10 @@ class SpawnedProcess:
         self._rank.send_signal(signal.SIGKILL)
 
     def update(self, *, has_ended: bool = False) -> None:
-        """Puts the rank's report into its queue. Only the thread that watches the rank calls this method.
+        """Puts the rank's report into its queue. Only the thread that watches the rank calls it.
 
         Args:
-            has_ended: whether the caller knows that the rank has ended, or that gradsync cannot kill the rank.
+            has_ended: whether it is known that the rank has ended, or cannot be killed.
         """
         outcome = self._rank.outcome
         has_ended = has_ended or self._rank.is_reaped

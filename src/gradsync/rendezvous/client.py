@@ -1,7 +1,7 @@
 """The rendezvous client: a rank joins a generation, and shares keys, barriers and failures with the other ranks.
 
-The process group and the communicators use this module. The same class is used for the world and for groups. A group is
-a subset of the ranks. The group's name is the prefix of the names of its keys, barriers and groups.
+One class is for the world and for groups, which are some of its ranks. A group's name is the beginning of the names of
+its keys, barriers and groups.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class RendezvousClient:
         generation: the generation's number, counted by the server from 1.
         address: the server's address.
         ends_with_its_groups: whether this client of a world closes once all groups that were made from it are closed.
-        has_failed: a function that returns whether the generation has failed or this rank has reported a failure. A
-            call takes 0.1 us; use it in loops where `check` would be too slow.
+        has_failed: returns whether the generation has failed, or this rank has reported a failure; for loops, as it
+            takes 0.1 us.
     """
 
     def __init__(
@@ -127,15 +127,15 @@ class RendezvousClient:
             timeout_seconds: the time limit for connecting and joining together.
             shown_seconds: the timeout to name in error texts, if it is not `timeout_seconds`.
             reach_seconds: the time limit for reaching the server, if it is shorter.
-            world: the name of the world; a server has any number of worlds, and "" is the launcher's.
+            world: the name of the world; a server has any number, and "" is the launcher's.
             last: this rank's client of the last generation, still open; the new generation replaces it.
             min_ranks: with `last`, how many ranks are needed at least; 0 is half of the last generation if it spans
                 several machines, else 1.
 
         Raises:
             InvalidArgument: an argument is malformed or out of its range.
-            RendezvousTimeout: the server was not reached (the text has the address and the last cause), or
-                not all ranks joined (`missing_ranks` has the ranks that did not join).
+            RendezvousTimeout: the server was not reached, and why; or not all ranks joined, and `missing_ranks` has
+                those that did not.
             AuthenticationError: the server does not know the secret.
             RendezvousError: the server refused this rank, or another service holds the port.
             RankFailed: another rank died, was paused (SIGSTOP) or reported a failure while the generation was forming.
@@ -180,8 +180,8 @@ class RendezvousClient:
     def group(self, members: Sequence[int], name: str) -> RendezvousClient:
         """Returns this rank's client for a group of these members. All members must call `group` with equal arguments.
 
-        The group puts "name/" before the name of each of its keys, barriers and groups, except a name that is `name`
-        itself or already begins with "name/".
+        "name/" comes before the name of each of its keys, barriers and groups, unless that is `name` itself, or begins
+        with "name/" already.
 
         Args:
             members: ranks of this client, in the order in which they become rank 0, 1, 2 ... of the group.
@@ -233,17 +233,16 @@ class RendezvousClient:
         self._ask_at_once(f"set {key!r}", Kind.SET, self._scoped(key), self._checked_value(f"set {key!r}", value))
 
     def get(self, key: str, *, from_rank: int | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> bytes:
-        """Returns the value of a key; waits until the key is set.
+        """Waits until a key is set, and returns its value.
 
         Args:
             key: the key's name.
-            from_rank: the member that sets the key, if known. Then the error at the deadline names this member, and the
-                wait fails as soon as this member leaves the world.
+            from_rank: the member that sets the key, if known: the error at the deadline names it, and the wait fails
+                as soon as it leaves the world.
             timeout_seconds: this rank's deadline.
 
         Raises:
-            RendezvousTimeout: the key was not set by the deadline; `missing_ranks` has the world rank of `from_rank`,
-                if `from_rank` was given.
+            RendezvousTimeout: the key was not set by the deadline; `missing_ranks` has the world rank of `from_rank`.
             RankFailed: a rank died, `from_rank` has left the world, or every other rank has left the world.
         """
         setter = None if from_rank is None else self.world_ranks[from_rank]
@@ -311,25 +310,20 @@ class RendezvousClient:
     def announce_left(self, name: str, position: int) -> None:
         """Reports that this rank has left a communicator after `position` collectives; never waits and never raises.
 
-        Once every member has called `announce_left` or left the world, the server removes the keys whose name is `name`
-        or begins with "name/".
+        Once all members have left it, or the world, the server removes its keys.
         """
         self._connection.departed.pop(self._scoped(name), None)
         self._post(Kind.LEAVE, self._scoped(name), self._members, operator.index(position))
 
     def left_ranks(self, name: str) -> dict[int, int]:
-        """Returns the other members that have called `announce_left` with this name: world ranks, and their positions.
-
-        The server tells each rank at once, so that this never waits.
-        """
+        """Returns the world ranks that have left the communicator, and their positions. It never waits."""
         return dict(self._connection.departed.get(self._scoped(name), {}))
 
     def close(self) -> None:
-        """Leaves the group, or the world. Idempotent. The generation goes on without this rank.
+        """Leaves the group, or the world, which goes on without this rank. A second call does nothing.
 
-        A group's client does not wait. The world's client sends LEAVE, waits up to 1 s for the server and up to 2.2 s
-        for its own threads, and closes the connection. Threads that wait in a request of the world or of one of its
-        groups then get CommunicatorClosed.
+        A group's client does not wait. The world's waits up to 1 s for the server, and up to 2.2 s for its own threads.
+        Threads that wait in a request of the world, or of one of its groups, get CommunicatorClosed.
         """
         if self._world is None:
             self._connection.close()
@@ -341,7 +335,7 @@ class RendezvousClient:
                 self._world.close()
 
     def abandon(self) -> None:
-        """Closes the connection without LEAVE, after a failure. Idempotent."""
+        """Closes the connection without LEAVE, after a failure. A second call does nothing."""
         self._connection.abandon()
 
     # Failures.
@@ -366,34 +360,32 @@ class RendezvousClient:
         positions: Callable[[], Mapping[str, int]],
         report: Callable[[], tuple[str, Calls]],
     ) -> None:
-        """Sets the callbacks that describe this rank to the server and the other ranks.
+        """Sets what describes this rank to the server and the other ranks.
 
-        The callbacks run in threads of this client. Each callback must be quick. If `report` raises, the error's text
-        is sent as the report. If `positions` raises, the client ignores the error.
+        Both run in threads of this client, and must be quick. If `report` raises, the error's text is the report; an
+        error of `positions` is ignored.
 
         Args:
-            positions: returns the number of collectives that this rank has begun in each group, for at most 16
-                groups. The client calls `positions` at every heartbeat (at most twice a second), and before `report`.
-            report: returns a text about this rank and the rank's last collectives by group. The other ranks' errors
-                show the text, shortened to 16 KiB. Each collective is given by its number, digest, description (at most
-                200 bytes), and whether it still runs on this rank. At most 128 collectives of each group.
+            positions: returns the number of collectives that this rank has begun in each group, for at most 16 groups;
+                called every two seconds, and before `report`.
+            report: returns a text about this rank, which errors of the other ranks show, shortened to 16 KiB; and its
+                last collectives by group, at most 128: number, digest, description (at most 200 bytes), and whether it
+                still runs.
         """
         self._connection.callbacks = Callbacks(positions, report)
 
     def report_waiting(
         self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
     ) -> None:
-        """Reports that this rank waits for other ranks in a collective; waits for no answer.
-
-        The server logs one notice for each collective, even if several ranks report that they wait in this collective.
+        """Reports that this rank waits for others in a collective, of which the server logs one notice. It never waits.
 
         Args:
-            group: the group's name, the same as in the result of the callback `positions` (`describe_with`).
-            position: the number of the collective in the group, counted from 1; 0 for a send or receive.
+            group: the group's name, as in what `positions` returns (`describe_with`).
+            position: the number of the collective in the group, from 1; 0 for a send or receive.
             what: the collective in words, with its number, e.g. "all_reduce #57".
-            waited_seconds: how long this rank has waited in the collective.
-            missing: the world ranks for which this rank waits. None if this rank does not know these ranks: the server
-                then names the ranks that have begun fewer collectives.
+            waited_seconds: how long this rank has waited in it.
+            missing: the world ranks for which this rank waits. None if it does not know them: the server then names
+                those that have begun fewer collectives.
         """
         self._post(Kind.WAITING, *self._wait_fields(group, position, what, waited_seconds, missing), False)
 
@@ -402,13 +394,12 @@ class RendezvousClient:
     ) -> NoReturn:
         """Fails the generation because a collective has reached its deadline, and raises this failure.
 
-        The server asks every rank for its status, and waits at most 5 s for the answers. Then every rank,
-        including the missing ranks, gets the same error, in its current or next call. The arguments are the same as for
-        `report_waiting`.
+        The server asks every rank for its status, for at most 5 s. Then all ranks, the missing ones too, get the same
+        error, in their current or next call. The arguments are those of `report_waiting`.
 
         Raises:
-            CollectiveTimeout: `missing_ranks` has the ranks that did not arrive; the text has the reports of the ranks.
-                If the server does not answer within 10 s, the error has only this rank's view.
+            CollectiveTimeout: `missing_ranks` has the ranks that did not arrive; the text has the reports of all. If
+                the server does not answer within 10 s, it has only this rank's view.
             RankFailed: a rank was found dead or paused (SIGSTOP), or has failed before.
             RendezvousError: the server is gone.
             CommunicatorClosed: this client was closed.
@@ -426,11 +417,11 @@ class RendezvousClient:
     def report_failure(self, reason: str, *, culprit: int | None = None) -> None:
         """Fails the generation: every rank gets RankFailed with this rank and the reason.
 
-        Does nothing if the generation has failed before. Error handlers can call this method: it never waits.
+        Does nothing if the generation has failed before. It never waits, so error handlers can call it.
 
         Args:
             reason: the text of the failure; shortened to 4 KiB.
-            culprit: the world rank that caused this rank's failure; RankFailed then names the culprit, not this rank.
+            culprit: the world rank that caused this rank's failure, which RankFailed then names.
         """
         self._connection.report_failure(reason, culprit)
 
@@ -446,7 +437,7 @@ class RendezvousClient:
     def _wait_fields(
         self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
     ) -> tuple[object, ...]:
-        """Returns the fields of a STUCK message, except the last field (`is_over`)."""
+        """Returns the fields of a WAITING message but for the last one, whether the deadline has come."""
         members = self._members
         absent = None if missing is None else sorted({operator.index(rank) for rank in missing})
         if len(members or ()) + len(absent or ()) > MAX_RANKS:  # both lists might not fit one frame

@@ -62,8 +62,8 @@ _LEAVE_SECONDS = 1.0
 _BEAT_SECONDS = 2.0
 _HANDSHAKE_SECONDS = 5.0
 NO_ANSWER = "no answer to the handshake: a busy server, or another service"
-# A flooded server drops its oldest unauthenticated connections. A different service ends each connection. A client
-# cannot distinguish the two cases in one attempt, so a client tries for several seconds.
+# A flooded server drops its oldest unauthenticated connections, and another service ends each. One attempt cannot tell
+# which it was, so a client tries for several seconds.
 _FLOOD_SECONDS = 5.0
 _NOTICE_SECONDS = 5.0
 _DIAL_SECONDS = 3.0
@@ -95,7 +95,7 @@ class _Pending:
 
 
 class Callbacks(NamedTuple):
-    """The functions that describe this rank to the other ranks, see `RendezvousClient.describe_with`."""
+    """What describes this rank to the other ranks, see `RendezvousClient.describe_with`."""
 
     positions: Callable[[], Mapping[str, int]] = dict
     report: Callable[[], tuple[str, Calls]] = lambda: (NO_REPORT, {})
@@ -117,7 +117,7 @@ class Connection:
         is_accepted: whether the server knows that this rank joins, or has answered a request.
         departed: for each group the ranks that have left it, with the number of collectives that each had begun.
         if_lost: what the error adds when the server is gone.
-        callbacks: the functions that describe this rank to the other ranks.
+        callbacks: what describes this rank to the other ranks.
     """
 
     def __init__(self, stream: socket.socket, channel: Channel, address: str, label: str) -> None:

@@ -1,10 +1,8 @@
-"""Secret files: processes of one machine find a server and its secret in the user's runtime directory.
+"""Secret files: processes of one machine find a server and its secret in a folder that only this user can open.
 
-Two kinds of processes use a secret file: ranks that gradsync's launcher did not start (`hosting.py`), and several
-launchers of one run (`launching/nodes.py`). These two modules decide which process writes the file and which
-processes wait for the file. The name of the file contains the server's address or the name of the run, which all these
-processes know. Only this user can open the file's directory. Rank 0 removes its file when all ranks have joined. A
-launcher removes its file when its run ends.
+Ranks that gradsync's launcher did not start use them (hosting.py), and several launchers of one run
+(launching/nodes.py); who writes the file, and who waits for it, is decided there. Its name has the server's address or
+the name of the run. Rank 0 removes its file when all ranks have joined, a launcher when its run ends.
 """
 
 from __future__ import annotations
@@ -44,9 +42,8 @@ def secret_path(name: str) -> str:
         name: the run's name, or the server's address.
 
     Raises:
-        AuthenticationError: the user has no private runtime directory, and the directory that would replace it belongs
-            to another user or is open to other users.
-        InvalidArgument: that directory cannot be made.
+        AuthenticationError: the user has no private runtime directory, and the folder in its place is open to others.
+        InvalidArgument: that folder cannot be made.
     """
     base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     if not _is_private(base):  # missing, or owned by another user, as after su
@@ -78,9 +75,9 @@ def wait_for(
 
     Args:
         path: the file.
-        stale: the endpoint of an earlier run; a file with this endpoint is ignored.
+        stale: the endpoint of an earlier run, whose file does not count.
         deadline: monotonic seconds.
-        notice: a function that is called every 5 s during the wait.
+        notice: is called every 5 s meanwhile.
 
     Returns:
         The endpoint, or None at the deadline.

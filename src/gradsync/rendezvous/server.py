@@ -155,8 +155,8 @@ class RendezvousServer:
         port: the port to bind; 0 lets the kernel choose a free port.
         listener: a listening socket from `bind_listener` to use instead of host and port; the server closes it.
         host_rank: the rank whose process runs the server, see `Worlds`; None if no rank does.
-        min_ranks, respawns, on_lost, on_rebuilt: see `Worlds`. The functions are called in the server's thread, and
-            must be quick.
+        min_ranks, respawns, on_lost, on_rebuilt: see `Worlds`. The last two are called in the server's thread, and must
+            be quick.
 
     Attributes:
         address: the address that the server has bound, e.g. "127.0.0.1:43211" or "[::1]:4000".

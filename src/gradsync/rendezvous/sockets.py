@@ -1,7 +1,6 @@
 """Sockets of the rendezvous: binding, options, receiving and sending without waiting, the limit of open files.
 
-The server, the clients and the launchers use this module. Only an address that a caller gave is looked up; addresses
-of peers are never resolved to names.
+Only an address that a caller gave is looked up; those of peers are never resolved to names.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ def send_some(stream: socket.socket, unsent: bytearray) -> None:
 
 
 def make_room(connections: int) -> None:
-    """Raises the process's limit of open files for `connections` sockets; logs a warning if the limit stays too low."""
+    """Raises the process's limit of open files for `connections` sockets; logs a warning if it stays too low."""
     allowed = raise_limit(connections)
     if allowed is not None:
         import logging  # imported here to keep the start short
@@ -143,8 +142,8 @@ def make_room(connections: int) -> None:
 def raise_limit(files: int) -> int | None:
     """Raises the process's limit of open files to `files` + 256, as far as the hard limit allows.
 
-    The usual limit is 1,024. A server for a thousand ranks, or a launcher of a hundred ranks, needs more. Child
-    processes that start later inherit the new limit.
+    The usual limit is 1,024: too low for a server of a thousand ranks, or a launcher of a hundred. Processes that
+    start later inherit the new one.
 
     Returns:
         The new limit if it is still lower than `files` + 256, else None.

@@ -1,8 +1,7 @@
 """Inside a rank process: runs the user's script, module or function, and tells the launcher its result or error.
 
-`rank_process` starts the process, which calls `main`. This function forks the process: the parent becomes the guard,
-and the child is the rank. This module imports almost nothing before the user's code runs, because imports delay the
-start of every rank.
+`rank_process` starts the process, which calls `main` and forks: the parent becomes the guard, the child is the rank.
+Almost nothing is imported before the user's code runs: imports delay the start of every rank.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 
 #: Exit code of a rank or a command that Ctrl-C has ended: 128 + the number of SIGINT, as in shells.
 EXIT_CODE_INTERRUPTED = 130
-#: Advice if a rank does not find a function: a rank imports the script, and the script's `__name__` is then not
-#: "__main__".
+#: For a function that a rank does not find: it imports the script, whose `__name__` is then not "__main__".
 HOW_TO_DEFINE = "define it above the `if __name__` line, at the top level of its module"
 
 _BUSY_AFTER_SECONDS = 1.0
@@ -32,7 +30,7 @@ _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__
 _PYTHON = os.path.join(os.path.dirname(os.__file__), "")
 _PATH = sys.path[:]  # before the user's folders come first
 
-# Modules whose frames come before the user's code in a traceback. Reported tracebacks leave these frames out.
+# Modules whose frames come before the user's code in a traceback: reports leave them out.
 _SHIM_MODULES = frozenset(
     {
         "gradsync.launching.in_rank.rank_main",
@@ -42,8 +40,7 @@ _SHIM_MODULES = frozenset(
         "runpy",
     }
 )
-# Errors that the other ranks raise when a rank is gone. The launcher reports such an error as the cause only if no rank
-# has failed in another way.
+# Errors that the other ranks raise when a rank is gone: the cause only if no rank has failed in another way.
 _CONSEQUENCES = (
     "RankFailed",
     "CommunicatorClosed",

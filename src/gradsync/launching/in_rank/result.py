@@ -1,10 +1,9 @@
 """What a rank tells its launcher at its end: the return value of a function, or the exception that ended the rank.
 
 The rank writes it into a file in memory, which the launcher has made, and then one byte to the report pipe. A rank that
-runs a script, or exits, without an exception tells nothing. A value can have any size, because nobody waits while it is
-written. An error is text, so that it arrives even if the exception cannot be unpickled. A value is pickled with pickle,
-or with cloudpickle if pickle fails, for example for an instance of a class from a notebook. This module imports as
-little as possible, because every rank imports it at its start.
+runs a script, or exits, without an exception tells nothing. A value is pickled, by cloudpickle where pickle fails; an
+error is text, so that it comes even if the exception cannot be unpickled. Every rank imports this module at its start,
+so it imports little.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ class ErrorReport(NamedTuple):
     """An exception that ended a rank, as text.
 
     Attributes:
-        text: the traceback, without gradsync's frames at the beginning; for an error of gradsync, also without
-            gradsync's frames at the end.
+        text: the traceback, without gradsync's frames at the beginning; of an error of gradsync, nor at the end.
         summary: the exception's type and the first line of its message.
-        is_consequence: whether the exception only reports that another rank is gone.
-        missed_rank: the rank that the exception reports as gone, if the exception names a rank.
+        is_consequence: whether it only says that another rank is gone.
+        missed_rank: that rank, if it is named.
         is_unsendable: whether the function returned, and only its result could not be sent.
-        is_timeout: whether the exception only reports that another rank was silent or late. The silent rank will report
-            no error.
+        is_timeout: whether it only says that another rank was silent or late, which will report nothing.
     """
 
     text: str
