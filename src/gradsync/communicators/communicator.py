@@ -71,6 +71,7 @@ class Communicator(Collectives):
         self.most_advanced = 0
         self.completed_steps = 0
         self._completed_before: Sequence[int] = [0] * backend.world_size  # by each rank, in worlds before
+        self._most_before = 0
         self._adopted_by: Communicator | None = None
         self.on_exit: Callable[[BaseException | None], None] | None = None
 
@@ -81,15 +82,16 @@ class Communicator(Collectives):
         self._begin_after(completed_steps)
 
     def _begin_after(self, completed_steps: Sequence[int]) -> None:
-        self._completed_before = completed_steps
-        self.most_advanced = completed_steps.index(max(completed_steps))
+        self._completed_before, self._most_before = completed_steps, max(completed_steps)
+        self.most_advanced = completed_steps.index(self._most_before)
 
     def count_step(self) -> None:
         """Counts a flush that callbacks have completed."""
         if self._adopted_by is not None:
             self._adopted_by.count_step()
             return
-        self.completed_steps = max(self.completed_steps, *self._completed_before) + 1
+        most, mine = self._most_before, self.completed_steps
+        self.completed_steps = 1 + (most if most > mine else mine)  # each step pays: max() is slower
         self._tree.has_begun = True
 
     @property
