@@ -1,7 +1,8 @@
 """`gs.comm`: the functions of detectron2's `utils.comm`, under the same names: `from gradsync import comm`.
 
-Before init_process_group() all work as in a world of one rank. Objects are sent by pickle, so the ranks must trust each
-other (communicators/objects.py).
+Before init_process_group() all work as in a world of one rank; but where a launcher has started several ranks, what
+needs the others raises InvalidArgument. Objects are sent by pickle, so the ranks must trust each other
+(communicators/objects.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import compare
 from gradsync.communicators.local import local_communicator
-from gradsync.communicators.world import get_initial_world, get_world, group_or_world
+from gradsync.communicators.world import get_initial_world, get_world, group_or_world, refuse_alone
 from gradsync.errors import InvalidArgument, PlanMismatch, describe
 from gradsync.futures import refuse_in_callback
 from gradsync.process_group import group_barrier, place_on_machine
@@ -225,6 +226,8 @@ def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any
 def _ranks_of(group: Communicator | None, what: str) -> Communicator | None:
     """Returns `group`, or the world if it is None; None if there is only one rank."""
     communicator = get_world() if group is None else group_or_world(group, what)
+    if communicator is None:
+        refuse_alone(what, "see this rank alone")
     refuse_in_callback("rank 0/1" if communicator is None else communicator.label, what)
     return None if communicator is None or communicator.world_size == 1 else communicator
 

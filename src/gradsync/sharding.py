@@ -9,9 +9,8 @@ import numpy.typing as npt
 
 from gradsync.arguments import check_integer
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.world import get_world, group_or_world
+from gradsync.communicators.world import get_world, group_or_world, refuse_alone
 from gradsync.errors import InvalidArgument
-from gradsync.launchers import read_environment
 from gradsync.words import refuse_keywords
 
 _UNEVEN = ("pad", "drop", "keep")
@@ -103,11 +102,7 @@ def _shuffled(n: int, epoch: int, seed: int) -> npt.NDArray[np.int64]:
 def _place(communicator: Communicator | None) -> tuple[int, int]:
     """Returns this process's rank and the number of ranks."""
     if communicator is None and get_world() is None:
-        if (place := read_environment()) is not None and place.world_size > 1:
-            raise InvalidArgument(
-                f"rank {place.rank}/{place.world_size}: shard_indices before init_process_group() would give every "
-                "rank all samples: call gs.init_process_group() first"
-            )
+        refuse_alone("shard_indices", "give every rank all samples")
         return 0, 1
     communicator = group_or_world(communicator, "shard_indices", "communicator")
     return communicator.rank, communicator.world_size

@@ -67,6 +67,23 @@ def test_a_world_that_was_destroyed_is_not_kept_alive():
     assert [each() for each in kept] == [None, None]
 
 
+@pytest.mark.ranks(2)
+def test_without_a_process_group_no_rank_takes_itself_for_all(rank):
+    calls = (
+        lambda: gs_comm.reduce_dict({"rank": rank})["rank"] == 0.5,
+        lambda: gs_comm.all_gather(rank) == [0, 1],
+        lambda: gs_comm.gather(rank) == [[0, 1], []][rank],
+        gs_comm.shared_random_seed,
+        lambda: gs_comm.synchronize() is None,
+    )
+    for call in calls:
+        with pytest.raises(gs.InvalidArgument):
+            call()
+    with gs.init_process_group("shm"):
+        for call in calls:
+            assert call()
+
+
 # -- Scalars -----------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.groups import NonMember
 from gradsync.errors import InvalidArgument
+from gradsync.launchers import read_environment
 
 
 class _Override:
@@ -96,6 +97,8 @@ def group_or_world(group: Communicator | None, what: str, argument: str = "group
         raise InvalidArgument(f"{group}: call {what} within `if group:`, on the members only")
     if group is not None:
         advice = ": pass comm.communicator" if hasattr(group, "communicator") else ""  # of gradsync.mpi
+        if type(group).__module__.startswith("mpi4py"):
+            advice = ": of mpi4py's communicator pass gs.from_mpi(comm)"
         raise InvalidArgument(
             f"{who} needs {argument} to be a Communicator or None, got {type(group).__name__}{advice}"
         )
@@ -104,3 +107,21 @@ def group_or_world(group: Communicator | None, what: str, argument: str = "group
             f"{what}: the process group is not initialised: call gs.init_process_group() first, or pass a communicator"
         )
     return world
+
+
+def refuse_alone(what: str, would: str) -> None:
+    """Refuses a call in one of several ranks that has no process group: in silence, each would be a world of its own.
+
+    Args:
+        what: the public function.
+        would: what it would do.
+
+    Raises:
+        InvalidArgument: a launcher has started several ranks.
+    """
+    place = read_environment()
+    if place is not None and place.world_size > 1:
+        raise InvalidArgument(
+            f"rank {place.rank}/{place.world_size}: {what} without a process group would {would}: call "
+            "gs.init_process_group() first"
+        )
