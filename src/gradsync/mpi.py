@@ -30,8 +30,10 @@ import numpy as np
 from gradsync import __version__
 from gradsync.arguments import integer_of
 from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.groups import NonMember
 from gradsync.communicators.local import local_communicator
 from gradsync.communicators.tagged import ANY_TAG, OBJECT, Header, Receiving, Sending
+from gradsync.communicators.world import group_or_world
 from gradsync.errors import GradsyncError, InvalidArgument, UnsupportedDtype
 from gradsync.futures import DONE, CollectiveFuture
 from gradsync.process_group import destroy_process_group, get_communicator, init_process_group, is_initialized
@@ -119,6 +121,8 @@ def _missing(owner: str, name: str) -> NoReturn:
     advice = _INSTEAD.get(name) or _INSTEAD.get(name.rstrip("vw"))
     if advice is None and name.endswith("_init"):
         advice = f"{name.removesuffix('_init')} in each round"
+    if advice is None and owner == "Comm" and hasattr(Communicator, name):
+        advice = f"comm.communicator.{name}"
     text = (
         f": use {advice}"
         if advice
@@ -950,8 +954,14 @@ def _kind(dtype: Any) -> str:
 
 
 def wrap(communicator: Any) -> Comm:
-    """Returns a gradsync communicator in mpi4py's shape; a NonMember, of a group without this rank, as COMM_NULL."""
-    return Comm(communicator if isinstance(communicator, Communicator) else None)
+    """Returns a gradsync communicator in mpi4py's shape; a NonMember, of a group without this rank, as COMM_NULL.
+
+    Raises:
+        InvalidArgument: it is neither. Of mpi4py's communicator wrap(gs.from_mpi(comm)).
+    """
+    if isinstance(communicator, NonMember):
+        return Comm()
+    return Comm(group_or_world(communicator, "wrap", "communicator"))
 
 
 # -- The module -------------------------------------------------------------------------------------------------------

@@ -133,6 +133,7 @@ FOREIGN: dict[str, dict[str, str]] = {
         "Irecv": "asynchronous.recv",
         "irecv": "asynchronous.recv",
         "Sendrecv": "exchange",
+        "sendrecv": "exchange, or objects.send and objects.recv",
         "Free": "close",
         "Abort": "abort",
         "Split": "split",

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
+from gradsync.mpi import wrap
 from ranks import PLACES
 
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
@@ -164,6 +165,9 @@ def test_what_is_no_intracommunicator_is_refused(comm):
     for wrong, word in ((inter, "Merge"), (MPI.COMM_NULL, "COMM_NULL"), (comm, "already"), (7, "got int")):
         with pytest.raises(gs.InvalidArgument, match=word):
             gs.from_mpi(wrong)
+    for takes in (wrap, lambda group: gs.AllreduceCallback(group=group)):
+        with pytest.raises(gs.InvalidArgument, match=r"pass gs.from_mpi\(comm\)"):
+            takes(MPI.COMM_WORLD)
     with pytest.raises(gs.InvalidArgument, match="backend"):
         gs.from_mpi(MPI.COMM_WORLD, "smh")
     inter.Free()

@@ -372,6 +372,16 @@ def test_the_first_step_that_has_a_batch_compares(comm):
     assert len([line for line in lines if "'w'" in line]) == (comm.rank == 0)
 
 
+@pytest.mark.ranks(2, fresh=True)
+def test_the_notice_of_no_broadcast_names_the_group(comm):
+    group = comm.split(0)
+    sync = gs.AllreduceCallback("mean", group)
+    with Heard() as lines, sync.backward():
+        sync("w", np.ones(2))
+    assert ["gs.bcast_list_(arrays, group=comm)" in line for line in lines] == [True] * (comm.rank == 0)
+    sync.results()
+
+
 @pytest.mark.ranks(2)
 def test_arrays_that_only_one_rank_cannot_compare_are_not_compared(comm):
     w, b = np.zeros(2), np.ones(3)

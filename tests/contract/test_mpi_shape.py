@@ -556,6 +556,15 @@ def test_messages_of_the_communicator_itself_are_others(comm):
         (lambda face: gs.from_mpi(face), gs.InvalidArgument, "of gradsync.mpi's pass group=comm.communicator"),
         (lambda face: gs.AllreduceCallback(group=face), gs.InvalidArgument, "got Comm: pass comm.communicator"),
         (lambda face: face.Split_type(5), gs.InvalidArgument, "COMM_TYPE_SHARED only"),
+        (lambda face: face.all_reduce(np.ones(1)), AttributeError, "use comm.communicator.all_reduce"),
+        (lambda face: wrap(face), gs.InvalidArgument, "got Comm: pass comm.communicator"),
+        (lambda face: wrap(7), gs.InvalidArgument, "got int"),
+        (lambda face: face.communicator.send(np.ones(1), MPI.PROC_NULL), gs.InvalidArgument, "no PROC_NULL"),
+        (
+            lambda face: face.communicator.exchange(np.ones(1), dest=0, out=np.ones(1), source=None),
+            gs.InvalidArgument,
+            "no PROC_NULL",
+        ),
     ],
 )
 def test_what_is_not_there_says_what_to_use(comm, call, error, text):

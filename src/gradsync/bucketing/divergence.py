@@ -194,17 +194,21 @@ class Divergence:
         if not communicator.rank and communicator not in _told:
             _told.add(communicator)
             began, since, call = "began with", "before the first step", "gs.broadcast_tree(parameters)"
-            if communicator.is_rebuilt:
+            of_list = "gs.bcast_list_(arrays)"
+            if communicator is not world.current:  # such as one of gs.from_mpi()
+                call, of_list = "gs.broadcast_tree(parameters, communicator=comm)", "gs.bcast_list_(arrays, group=comm)"
+            elif communicator.is_rebuilt:
                 began, since = "have", "since gs.rebuild()"
                 call = "gs.broadcast_tree(state, root=comm.most_advanced)"
             _log.warning(
                 "%s: nobody knows whether all ranks %s the same parameters: nothing was broadcast %s, and the callback "
-                "has no arrays to compare. Call %s or gs.bcast_list_(arrays) before the first step, or pass "
+                "has no arrays to compare. Call %s or %s before the first step, or pass "
                 "parameters={name: array}; check_every=0 if they are equal anyway",
                 communicator.label,
                 began,
                 since,
                 call,
+                of_list,
             )
 
     def _tell_of_no_change(self) -> None:

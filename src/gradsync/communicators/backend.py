@@ -419,7 +419,15 @@ def checked_rank(backend: Backend, what: str, name: str, rank: object, *, is_sel
         is_group = backend.client is not None and bool(backend.client.name)
         allowed = f"0 to {backend.world_size - 1}" + (", numbered within the group" if is_group else "")
         allowed += "" if is_self_allowed else f", but not {backend.rank} (this rank)"
-        raise InvalidArgument(f"{backend.label}: {what} needs {name} to be a rank from {allowed}, got {shown(rank)}")
+        is_null = name in ("dest", "source") and (rank is None or (number is not None and number < 0))
+        advice = (
+            ": there is no PROC_NULL: call comm.asynchronous.send and .recv for the neighbours that there are"
+            if is_null
+            else ""
+        )
+        raise InvalidArgument(
+            f"{backend.label}: {what} needs {name} to be a rank from {allowed}, got {shown(rank)}{advice}"
+        )
     return number
 
 
