@@ -369,6 +369,16 @@ def test_what_was_handed_over_before_a_block_gets_no_weight(alone):
     assert list(sync.results()) == ["a", "b"]
 
 
+def test_a_weight_without_a_block_is_told(alone):
+    sync = gs.AllreduceCallback("mean", alone)
+    sync.backward(weight=5)
+    sync("w", np.ones(2))
+    with pytest.raises(gs.InvalidArgument, match=r"backward\(weight=5\) was called without `with`"):
+        sync.flush()
+    sync.flush()  # told once; the step has ended without a weight
+    assert sync.total_weight is None
+
+
 def test_a_weight_of_a_block_that_fails_is_forgotten(alone):
     sync = gs.AllreduceCallback("mean", alone)
     with pytest.raises(KeyError), sync.backward(weight=2):

@@ -7,7 +7,7 @@ on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
@@ -134,6 +134,7 @@ class AllreduceCallback:
             diverged,
         )
         self._group = group
+        self._unused_weight: float | None = None  # of a backward() without `with`
         self._in_views = gradient_as_bucket_view
         self._step = Step(options, CallbackIdentity(name, group))
         self.statistics = self._step.statistics
@@ -325,13 +326,18 @@ class AllreduceCallback:
                     "flush: pass the weight to backward(weight=)"
                 )
             weight = checked_weight(weight, self.op)
+        if self._unused_weight is not None:
+            unused, self._unused_weight = self._unused_weight, None
+            raise InvalidArgument(
+                f"backward(weight={unused:.6g}) was called without `with`, so that no step has this weight: write "
+                "`with sync.backward(weight=...):`, and hand the gradients over in its block"
+            )
         communicator = self._group or world.current
         if communicator is None or self._backend is not None:
             communicator = self._communicator()
         self._step.flush(communicator, weight)
 
-    @contextmanager
-    def backward(self, *, weight: float | None = None) -> Iterator[None]:
+    def backward(self, *, weight: float | None = None) -> AbstractContextManager[None]:
         """A block for a backward pass; its end calls flush().
 
             with sync.backward(weight=len(batch)):
@@ -352,8 +358,14 @@ class AllreduceCallback:
         Raises:
             InvalidArgument: the weight is not a finite number of at least 0, or the reduce method is "sum".
         """
+        self._unused_weight = checked_weight(weight, self.op)
+        return self._block(self._unused_weight)
+
+    @contextmanager
+    def _block(self, weight: float | None) -> Iterator[None]:
+        self._unused_weight = None
         step = self._step
-        step.begin_pass(checked_weight(weight, self.op))
+        step.begin_pass(weight)
         ended = step.ended
         try:
             yield
