@@ -125,28 +125,7 @@ def kernels() -> Found:
             with callback.backward(weight=3.0):
                 future = callback("w", cupy.asarray(values))
             check(f"{np.dtype(dtype)} with a weight", bool((future.numpy() == values).all()))
-            check_own_kernels(check, values[np.isfinite(values.astype(np.float64))])
     return found
-
-
-def check_own_kernels(check: Callable[[str, bool], None], values: Any) -> None:
-    """Those of gradsync, of which a callback of one rank uses none: values are packed times a factor, and digested."""
-    import cupy
-    import numpy as np
-
-    from gradsync.communicators.host_values import digest, digest_of_sums
-    from gradsync.communicators.nccl.pack import Packer
-
-    packer, array = Packer(), cupy.asarray(values)
-    wide = np.float64 if values.dtype == np.float64 else np.float32
-    wanted = (values.astype(wide) * wide(1 / 3)).astype(values.dtype)
-    for factor in (1 / 3, cupy.asarray(np.array([1 / 3]))):
-        flat = cupy.zeros(values.nbytes, np.uint8)
-        packer.scale(packer.table([array]), flat, values.dtype, factor)
-        check(f"{values.dtype} times {factor}", bool((flat.get().view(values.dtype) == wanted).all()))
-    whole = values.nbytes - values.nbytes % 8
-    sums, data = packer.digest_sums(array.view(np.uint8)[:whole].view(np.uint64)), values.view(np.uint8)
-    check(f"digest of {values.dtype}", digest_of_sums(sums, data[whole:]) == digest(data))
 
 
 def one() -> Found:

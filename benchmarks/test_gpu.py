@@ -32,7 +32,7 @@ SHARING = ALONE | {"GRADSYNC_ALLOW_SHARED_GPU": "1", "CUDA_VISIBLE_DEVICES": FIR
 
 
 @pytest.mark.parametrize("layout", BUCKETS)
-@pytest.mark.parametrize("what", ["pack", "split", "pack with a factor"])
+@pytest.mark.parametrize("what", ["pack", "split"])
 @contenders("gradsync", "memcpy")
 def test_packing(compare, benchmark, what, model, layout) -> None:
     gradients = TINY if compare.disabled else gradients_of(model)
@@ -122,13 +122,9 @@ def move(contender, what, buckets, filler_bytes):
     # Each array begins at a multiple of 16 bytes.
     flats, copies = ([cupy.zeros(sum(each) + 16 * len(each), np.uint8) for each in buckets] for _ in range(2))
     tables = [packer.table(each) for each in arrays]
-    float32, factor = np.dtype(np.float32), cupy.asarray(np.ones(1))  # on the device, as after all weights are added up
     # A step makes each table once: to pack, not to split.
     moves = {
         "pack": lambda: [packer.pack(packer.table(each), flat) for each, flat in zip(arrays, flats, strict=True)],
-        "pack with a factor": lambda: [
-            packer.scale(packer.table(each), flat, float32, factor) for each, flat in zip(arrays, flats, strict=True)
-        ],
         "split": lambda: [packer.split(*pair) for pair in zip(tables, flats, strict=True)],
         "copy": lambda: [
             copy.data.copy_from_device_async(flat.data, sum(each))

@@ -56,6 +56,8 @@ def test_reductions(comm, dtype) -> None:
     rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     own = contribution(rank, shape, dtype)
     for op in operators_of(comm).get(dtype, ()):
+        if op == "mean" and np.dtype(dtype).itemsize == 2 and n & (n - 1) and not KERNELS_RUN:
+            continue  # CuPy's kernel divides half precision
         expected, array, kept, out = reduced(op, shape, dtype, n), on_gpu(own), on_gpu(own), on_gpu(np.zeros_like(own))
         assert comm.all_reduce(array, op) is array
         assert comm.all_reduce(kept, op, out=out) is out

@@ -35,5 +35,5 @@ def test_every_row_of_gradsync_runs(cupy) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert " 15 passed" in done.stdout, done.stdout  # nothing was skipped
+    assert " 11 passed" in done.stdout, done.stdout  # nothing was skipped
     assert "skipped" not in done.stdout

@@ -1,8 +1,7 @@
 """The source of the kernels: for NVRTC, for the sanitisers of g++, and run on the host.
 
 It is a private name. How a kernel reads memory, and what it reads beside, cannot be seen from outside; no test has
-8 GiB of gradients, or all values that there are. That they pack and split rightly is tested by way of
-AllreduceCallback, in test_callbacks.py.
+8 GiB of gradients. That they pack and split rightly is tested by way of AllreduceCallback, in test_callbacks.py.
 """
 
 from __future__ import annotations
@@ -16,14 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
-from gradsync.communicators.host_values import digest, digest_of_sums
 from gradsync.communicators.nccl.pack import (
     CHUNK_BYTES,
-    DIGEST_WORDS,
     PACK_SOURCE,
     THREADS_PER_BLOCK,
     pack_layout,
@@ -104,54 +100,6 @@ def launch(tmp_path_factory) -> Callable[..., None]:
         getattr(library, f"on_host_{kernel}")(ctypes.c_uint(blocks), ctypes.c_uint(THREADS_PER_BLOCK), pointers)
 
     return run
-
-
-def values_of(dtype: Any) -> np.ndarray:
-    """All values of half precision; of the others the limits of each exponent, and random bits."""
-    size = np.dtype(dtype).itemsize
-    if size == 2:
-        return np.arange(2**16, dtype=np.uint16).view(dtype)
-    step = int(np.diff(np.array([1, 2], dtype).view(f"u{size}"))[0])  # between exponents
-    limits = np.arange(0, 2 ** (8 * size), step, np.uint64).astype(f"u{size}")
-    near = [limits + np.array(change, limits.dtype) for change in (0, 1, 2, step // 2, step - 1)]
-    random = np.random.default_rng(3).integers(0, 2 ** (8 * size), 100_003, f"u{size}")
-    return np.concatenate([*near, random]).view(dtype)
-
-
-@pytest.mark.parametrize("where", ["the host", "the device"])
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_they_multiply_as_numpy_does(launch, dtype, in_place, where) -> None:
-    """Half precision in float32: ties, subnormal numbers, overflow, infinities and NaN.
-
-    On a GPU subnormal float32 and bfloat16 numbers become 0, because CuPy asks its compiler for that.
-    """
-    wide = np.float64 if dtype is np.float64 else np.float32
-    values = values_of(dtype)
-    table = pack_layout((values.nbytes,))
-    for factor in (1.0, 0.5, 1 / 3, -1 / 7, 3.0, 1e-3, 1e4, 2.0**-24, 1e-40, 1e-310, 1e300, 0.0, np.inf, np.nan):
-        source = values.copy()
-        target = source if in_place else np.empty_like(source)
-        on_device = where == "the device"
-        factors = (0.0, np.array([factor])) if on_device else (factor, ctypes.c_void_p())
-        chunks = table.table([source.ctypes.data])
-        launch(f"scale_{np.dtype(dtype).name}", chunks.size, chunks, target, ctypes.c_double(factors[0]), factors[1])
-        with np.errstate(all="ignore"):
-            wanted = (values.astype(wide) * wide(factor)).astype(dtype)
-        nans = np.isnan(wanted)
-        np.testing.assert_array_equal(np.isnan(target), nans)  # their bits differ between processors
-        bits = f"u{values.itemsize}"
-        np.testing.assert_array_equal(target.view(bits)[~nans], wanted.view(bits)[~nans], err_msg=f"times {factor}")
-        assert in_place or (source.view(bits) == values.view(bits)).all()
-
-
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 8 * DIGEST_WORDS - 1, 8 * DIGEST_WORDS, 8 * DIGEST_WORDS + 1, 3_000_005])
-def test_they_make_the_digest_of_the_host(launch, size) -> None:
-    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    words = data[: size - size % 8].view(np.uint64)
-    sums = np.zeros(-(-words.size // DIGEST_WORDS), np.uint64)
-    launch("digest_pieces", sums.size, words, ctypes.c_uint64(words.size), sums)
-    assert digest_of_sums(sums, data[words.nbytes :]) == digest(data)
 
 
 def untouched(size: int) -> Any:

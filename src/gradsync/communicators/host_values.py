@@ -6,7 +6,7 @@ fit into a core's cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from math import isfinite
 from typing import Any
@@ -118,7 +118,7 @@ def digest(data: Array) -> int:
     whole = data.size - data.size % 8
     words = data[:whole].view("<u8")
     size = min(words.size, _DIGEST_WORDS)
-    room, keys, sums = np.empty((2, size), np.uint64), _digest_keys(), []
+    room, keys, made = np.empty((2, size), np.uint64), _digest_keys(), 0
     for begin in range(0, words.size, _DIGEST_WORDS):
         piece = words[begin : begin + _DIGEST_WORDS]
         (low, high), (low_keys, high_keys) = room[:, : piece.size], keys[:, : piece.size]
@@ -127,16 +127,9 @@ def digest(data: Array) -> int:
         low += low_keys
         high += high_keys
         low *= high
-        sums.append(int(np.add.reduce(low)))
-    return digest_of_sums(sums, data[whole:])
-
-
-def digest_of_sums(sums: Iterable[int], tail: Array) -> int:
-    """Returns the digest of bytes from the sums of pieces of _DIGEST_WORDS words, and the bytes after the last word."""
-    digest = 0
-    for piece in sums:
-        digest = (digest * _DIGEST_FACTOR + int(piece)) % 2**64
-    return (digest * _DIGEST_FACTOR + int.from_bytes(tail.tobytes(), "little")) % 2**64 if tail.size else digest
+        made = (made * _DIGEST_FACTOR + int(np.add.reduce(low))) % 2**64
+    tail = data[whole:].tobytes()
+    return (made * _DIGEST_FACTOR + int.from_bytes(tail, "little")) % 2**64 if tail else made
 
 
 @lru_cache(maxsize=1)

@@ -28,7 +28,6 @@ from gradsync.communicators.host_arrays import (
     kind_of,
     span,
 )
-from gradsync.communicators.nccl.pack import Packer
 from gradsync.communicators.nccl.streams import on_device
 from gradsync.communicators.nccl.work import await_results_in
 from gradsync.errors import InvalidArgument, UnsupportedDtype
@@ -72,7 +71,6 @@ class DeviceArrays(ArrayKind):
 
     Args:
         device_id: the CUDA device number in this process.
-        packer: the kernels of this device.
 
     Attributes:
         launching.results_on: in the thread that launches, the stream on which the program will use a result; None means
@@ -81,9 +79,8 @@ class DeviceArrays(ArrayKind):
             makes the current stream wait for that work.
     """
 
-    def __init__(self, device_id: int, packer: Packer) -> None:
+    def __init__(self, device_id: int) -> None:
         self._device_id = device_id
-        self._packer = packer
         self.launching = _Launching()
 
     def check_operation(self, op: ReduceOp, dtype: np.dtype[Any]) -> None:
@@ -188,17 +185,9 @@ class DeviceArrays(ArrayKind):
                 by = wide.type(factor) if isinstance(factor, float) else factor.astype(wide)
                 cupy.multiply(part, by, out=part, dtype=wide, casting="unsafe")
 
-    @_on_own_device
     def digest(self, native: Any) -> int:
-        """See ArrayKind. A kernel makes it, after the work that is queued on the current stream; the host waits."""
-        if isinstance(native, np.ndarray):
-            return super().digest(native)
-        data = cupy.ascontiguousarray(native).reshape(-1).view(np.uint8)
-        if data.data.ptr % 8:
-            data = data.copy()
-        whole = data.size - data.size % 8
-        sums = self._packer.digest_sums(data[:whole].view(np.uint64))
-        return host_values.digest_of_sums(sums, data[whole:].get())
+        """See ArrayKind. The host makes it, of a copy; it waits for the work that is queued on the current stream."""
+        return super().digest(native if isinstance(native, np.ndarray) else native.get())
 
     @_on_own_device
     def all_finite(self, flat: Any) -> Any:

@@ -102,7 +102,7 @@ class NcclBackend(Backend):
         with on_device(device_id):  # before the ranks connect, as this may fail
             self._packer = Packer()
             self._stream = cupy.cuda.Stream(non_blocking=True)  # for buckets and asynchronous collectives
-        self.arrays = DeviceArrays(device_id, self._packer)
+        self.arrays = DeviceArrays(device_id)
         self._is_debugging = DEBUG.read()
         self._failures = FailureMonitor(client, self.recorder)
         self._marks = threading.local()  # see _mark
@@ -143,20 +143,19 @@ class NcclBackend(Backend):
         if len(sources) == 1:
             source, target = sources[0], targets[0]
             if factor is not None:
-                self._scale(source, target, factor)
+                self._copy_times(source, target, factor)
                 source = target
             self._nccl.all_reduce(source, target, op)
             end_phase("launching")
         elif self.world_size == 1 and not self.force_packing:
             for source, target in zip(sources, targets, strict=True):
-                if factor is not None:
-                    self._scale(source, target, factor)
-                elif target is not source:
-                    target[...] = source
+                self._copy_times(source, target, factor)
         else:
-            flat, table = self._pack(sources, factor)
-            end_phase("packing")
+            flat, table = self._pack(sources)
             packed = flat.view(sources[0].dtype)
+            if factor is not None:
+                self.arrays.multiply_in_place([packed], factor)
+            end_phase("packing")
             self._nccl.all_reduce(packed, packed, op)
             end_phase("launching")
             self._packer.split(table if targets is sources else self._table(targets), flat)
@@ -192,8 +191,16 @@ class NcclBackend(Backend):
         if factor is None:
             return op, source
         scaled = cupy.empty_like(source)
-        self._scale(source, scaled, factor)
+        assert self._launch is not None
+        self._launch.keep(scaled)
+        self._copy_times(source, scaled, factor)
         return op, scaled
+
+    def _copy_times(self, source: Any, target: Any, factor: Any) -> None:
+        """Copies a flat array, which may be the target itself, times a factor; None: as it is."""
+        _copy_bytes(source, target)
+        if factor is not None:
+            self.arrays.multiply_in_place([target], factor)
 
     # -- Movements -----------------------------------------------------------------------------------------------
 
@@ -394,28 +401,21 @@ class NcclBackend(Backend):
 
     # -- Memory --------------------------------------------------------------------------------------------------
 
-    def _pack(self, arrays: Sequence[Any], factor: Any = None) -> tuple[Any, Any]:
-        """Packs arrays into the flat buffer, times a factor; returns the part of the buffer in use, and the table."""
+    def _pack(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
+        """Packs arrays into the flat buffer; returns the part of the buffer in use, and the table."""
         size_bytes = pack_layout(tuple([array.nbytes for array in arrays])).total_bytes
         if self._flat is None or self._flat.size < size_bytes:
             # Zeros, so that NCCL reads initialised memory only: it reduces the gaps between the arrays too.
             self._flat = cupy.zeros(size_bytes, np.uint8)
-        flat, table = self._flat[:size_bytes], self._table(arrays, factor)
-        if factor is None:
-            self._packer.pack(table, flat)
-        else:
-            self._packer.scale(table, flat, arrays[0].dtype, factor)
+        flat, table = self._flat[:size_bytes], self._table(arrays)
+        self._packer.pack(table, flat)
         return flat, table
 
-    def _scale(self, source: Any, target: Any, factor: Any) -> None:
-        """Multiplies a flat array by a factor."""
-        self._packer.scale(self._table([source], target, factor), target, source.dtype, factor)
-
-    def _table(self, arrays: Sequence[Any], *used: Any) -> Any:
-        """Returns the table of arrays for the packer. The launch keeps it, and what is used with it."""
+    def _table(self, arrays: Sequence[Any]) -> Any:
+        """Returns the table of arrays for the packer. The launch keeps it, and the flat buffer."""
         assert self._launch is not None
         table = self._packer.table(arrays)
-        self._launch.keep(self._flat, table, *used)
+        self._launch.keep(self._flat, table)
         return table
 
     # -- Launching -----------------------------------------------------------------------------------------------
@@ -573,9 +573,9 @@ def _parts(whole: Any, bounds: Bounds) -> dict[int, Any]:
 
 
 def _copy_bytes(source: Any, target: Any) -> None:
-    """Copies bytes on the device, unless source and target are the same memory."""
+    """Copies a flat array's bytes on the device, unless source and target are the same memory."""
     if source.size and source.data.ptr != target.data.ptr:
-        target.data.copy_from_device_async(source.data, source.size)
+        target.data.copy_from_device_async(source.data, source.nbytes)
 
 
 def _follow(stream: Any, marks: Collection[Any]) -> None:
