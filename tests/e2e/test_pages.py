@@ -165,6 +165,16 @@ def test_what_a_page_names_is_there(page):
     assert set(re.findall(r"(?:`|^\$ )make ([a-z][a-z-]*)", text, re.MULTILINE)) - targets == set()
 
 
+def test_the_map_of_the_source_names_what_is_there():
+    text = re.sub(r"`(gradsync|GRADSYNC)\W.*?`", "", TEXTS["docs/architecture.md"])
+    files = [path for folder in ("src", "tests") for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".c")]
+    for name in re.findall(r"[\w/]+\.(?:py|c)\b", text):
+        assert any(f"/{path}".endswith(f"/{name}") for path in files), name
+    source = "".join(path.read_text() for path in files)
+    for name in re.findall(r"`(_?\w+)(?:\([^`]*\))?`", text):
+        assert re.search(rf"\b{name}\b", source), name
+
+
 def test_the_page_of_the_api_has_every_public_name():
     shown = set(re.findall(r"^::: gradsync\.(\w+)", TEXTS["docs/api.md"], re.MULTILINE))
     names = {name for name in dir(gs) if not name.startswith("_") and not hasattr(gs.errors, name)}
