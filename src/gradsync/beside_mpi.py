@@ -38,6 +38,7 @@ _LOOPBACK = "127.0.0.1"
 _MOST_ADDRESSES = 8
 _NAME_CHARACTERS = 40
 _LEAVING_SECONDS = 5.0  # how long a rank waits at exit for its messages, and one that hosts a server for the others
+_FAILED_SECONDS = 0.5  # likewise after an error, of which the server first tells the others
 
 _keyval: int | None = None  # under which an MPI communicator holds its communicators of gradsync, by (backend, device)
 _open: list[tuple[Communicator, RendezvousClient | None]] = []  # with their worlds' clients
@@ -250,7 +251,7 @@ def _end() -> None:
     with contextlib.ExitStack() as stack:  # does all, whatever one of them raises; the last one first
         for server, _ in _servers.values():
             stack.callback(server.stop)
-            stack.callback(server.wait_until_empty, 0.0 if error is not None else _LEAVING_SECONDS)
+            stack.callback(server.wait_until_empty, _LEAVING_SECONDS if error is None else _FAILED_SECONDS)
         for communicator, client in _open:
             stack.callback(_close, communicator, client, error)
         _open.clear()

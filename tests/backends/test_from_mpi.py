@@ -309,14 +309,15 @@ def test_the_others_are_told_of_a_rank_that_dies_before_mpi_ends_them(backend, c
     assert (tmp_path / "heard").read_text() == "1"
 
 
-def test_an_uncaught_error_of_one_rank_ends_all_and_is_told(cli, script):
-    path = script("""
+@pytest.mark.parametrize("culprit", [0, 1])  # rank 0 hosts the server
+def test_an_uncaught_error_of_one_rank_ends_all_and_is_told(culprit, cli, script):
+    path = script(f"""
         import numpy as np
         from mpi4py import MPI
         import gradsync as gs
         comm = gs.from_mpi(MPI.COMM_WORLD)
         comm.all_reduce(np.ones(1))
-        if comm.rank == 1:
+        if comm.rank == {culprit}:
             raise ValueError("wrong shapes in layer 3")
         try:
             comm.all_reduce(np.ones(1))
