@@ -1,8 +1,7 @@
-"""The description of a launch (program, number of processes, options), and each rank's environment variables.
+"""What a launch is: program, number of processes, options; and each rank's environment variables.
 
-The launcher sets gradsync's own variables, torchrun's variables, and the variable of the rank's GPU. It also sets the
-number of threads of linear algebra libraries and the network interface of NCCL, unless the user has set these
-variables.
+Those are gradsync's own, torchrun's, and that of the rank's GPU; and unless the user has set them, the number of
+threads of linear algebra libraries, and NCCL's network interface.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class Target(NamedTuple):
     """The program that `rank_main` runs in each rank.
 
     Attributes:
-        record: the data that a rank reads at its start (the start record); `marshal` can write all of it.
-        command_line: the arguments that `ps` shows for the rank.
+        record: what a rank reads at its start; `marshal` can write all of it.
+        command_line: the arguments that `ps` shows.
         descriptors: file descriptors that the ranks inherit.
         wrapper: the command that starts each rank's interpreter, such as ("numactl", "-N0"); see `Job.wrap`.
     """
@@ -65,30 +64,30 @@ class Target(NamedTuple):
 
 @dataclass
 class Job:
-    """The description of a launch.
+    """What to launch.
 
     Attributes:
         target: the program of each rank.
         n_ranks: the number of processes on this machine.
         world_size: the number of ranks on all machines; 0 means `rank_start` + `n_ranks`.
         rank_start: the rank of the first process on this machine.
-        backend: the backend that `init_process_group("auto")` chooses in the ranks.
-        master_addr: the value of MASTER_ADDR in the ranks, for the user's own use.
-        master_port: the value of MASTER_PORT in the ranks, for the user's own use; None or 0 chooses a free port, or
-            the port next to the rendezvous server's if several launchers share it.
-        rendezvous_port: the port of the rendezvous server on 127.0.0.1, if `shared` is None; 0 chooses a free port.
+        backend: what `init_process_group("auto")` chooses in the ranks.
+        master_addr: MASTER_ADDR in the ranks, for the user's own use.
+        master_port: MASTER_PORT, likewise; None or 0 is a free port, or the one next to the rendezvous server's if
+            several launchers share it.
+        rendezvous_port: the rendezvous server's port on 127.0.0.1, if `shared` is None; 0 is a free one.
         shared: the address and secret of the rendezvous server that several launchers share, and its bound socket if
-            this launcher hosts it; see `shared_endpoint`. By default the supervisor hosts a server with a new secret.
-        gpus: the value of CUDA_VISIBLE_DEVICES for each process; by default each process inherits this process's value.
-        stdin_rank: the rank that gets this process's standard input, or None; the other ranks read /dev/null.
-        grace_seconds: how many seconds the ranks have to end, after the launcher has asked them to end, before SIGKILL.
-        max_restarts: the limit of restarts; a restart starts all ranks again after a failure.
+            this launcher hosts it; see `shared_endpoint`. By default the supervisor hosts one, with a new secret.
+        gpus: CUDA_VISIBLE_DEVICES of each process; by default that of this process.
+        stdin_rank: the rank that gets this process's standard input, or None; the others read /dev/null.
+        grace_seconds: how many seconds ranks have to end when asked to, before SIGKILL.
+        max_restarts: how often all ranks are started again after a failure.
         min_ranks: while so many ranks of the run live, or can be started again, the failure of a rank ends no other;
             None means all.
         respawns: how many times in all this launcher starts a failed rank again; only with `min_ranks`.
         wrap: the command that starts each rank's interpreter, as a shell splits it, such as "numactl -N0"; "" for none.
-        removed_variables: the names of variables of this process that ranks do not inherit.
-        variables: further environment variables of the ranks.
+        removed_variables: the variables of this process that ranks do not inherit.
+        variables: further variables of the ranks.
         own_address: the address of this machine's interface towards the rendezvous server, if several launchers share
             it and the address is known; else None.
 
@@ -155,18 +154,17 @@ def _split_wrapper(text: str) -> tuple[str, ...]:
 
 
 def rank_environment(job: Job, local_rank: int, endpoint: Endpoint, master_port: int, restart: int) -> dict[str, str]:
-    """Returns a rank's environment variables: the variables inherited from this process, and the rank's own variables.
+    """Returns a rank's environment variables: those of this process, and its own.
 
     Args:
-        job: the job that the rank belongs to.
+        job: whose rank it is.
         local_rank: the index of the rank on this machine.
         endpoint: the rendezvous server's address and secret.
-        master_port: the value of MASTER_PORT.
-        restart: the number of restarts before this start of the ranks.
+        master_port: MASTER_PORT.
+        restart: how many times all ranks have been started again.
     """
     rank, world_size = str(job.rank_start + local_rank), str(job.world_size)
-    # Ranks do not inherit these variables: a secret of this process belongs to a different run, and the variables of
-    # mpiexec describe this process.
+    # Not for ranks: a secret of this process is of another run, and mpiexec's variables describe this process.
     removed = job.removed_variables | {environment.SECRET, environment.SECRET_FILE} | variables_of_mpi(os.environ)
     kept = {name: value for name, value in os.environ.items() if name not in removed}
     own: dict[str, str] = {
@@ -191,7 +189,7 @@ def rank_environment(job: Job, local_rank: int, endpoint: Endpoint, master_port:
         "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
         RUN_ID: f"{RUN_ID_OF_GRADSYNC}{os.getpid()}",
-        # With this value rank 0 hosts PyTorch's store at MASTER_PORT, because no agent of torchrun hosts the store.
+        # So that rank 0 hosts PyTorch's store at MASTER_PORT: there is no agent of torchrun.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }

@@ -24,17 +24,16 @@ class RankOutcome:
     Attributes:
         rank: the number of the rank.
         pid: the rank's process id, which is also the id of its session and process group; 0 until the rank has begun.
-        exit_code: the rank's exit code; -n if signal n killed the rank; None if the rank still runs, or could not be
-            killed. If the rank has reported an error, exit_code is 1, whatever the exit code of its process is.
+        exit_code: the rank's exit code; -n if signal n killed it; None if it still runs, or could not be killed; 1 if
+            it has reported an error.
         result: the return value, if the rank ran a function.
-        error: the exception that ended the rank, if the rank reported an exception.
-        order: the rank's position among the failures, in the order of their detection; None if the rank did not fail.
-        was_asked_to_end: whether the rank failed only after the supervisor had asked the rank to end.
-        memory_kill: whether the kernel's out-of-memory killer ended the rank.
-        was_paused: whether a signal such as SIGSTOP had paused the rank when the first rank failed.
-        peak_bytes: the peak memory in bytes of the rank, or of a child process of the rank with a larger peak; 0 until
-            the rank has ended.
-        last_lines: the last lines of the rank's output, if the launcher shows the output.
+        error: the exception that ended the rank, if it has reported one.
+        order: the rank's position among the failures, as they were found; None if it did not fail.
+        was_asked_to_end: whether it failed only after it had been asked to end.
+        memory_kill: whether the kernel's out-of-memory killer ended it.
+        was_paused: whether a signal such as SIGSTOP had paused it when the first rank failed.
+        peak_bytes: the peak memory of the rank, or of the largest process that it started; 0 until it has ended.
+        last_lines: the last lines of its output, if the launcher shows that.
         given_up: why the others gave the rank up, so that the launcher killed it; "" if they did not.
         ended_after: the seconds from the start of the run to the failure.
         is_replaced: whether the rank was to be started again, see `Outcome.earlier`.
@@ -214,12 +213,12 @@ def distance_from_cause(rank: RankOutcome) -> tuple[int, int]:
     """Returns the sort key of a failure: failures nearest to the cause come first.
 
     Returns:
-        The level, and the rank's position among the failures, in the order of their detection. The levels are:
-        0: the rank itself failed.
-        1: the rank itself failed, after the launcher had asked the ranks to end.
-        2: the rank failed because another rank had failed.
-        3: the rank ended because the launcher had asked it to end.
-        4: the rank's result could not be sent.
+        The level, and the rank's position among the failures, as they were found. The levels are:
+        0: it failed itself.
+        1: it failed itself, after the launcher had asked the ranks to end.
+        2: it failed because another rank had failed.
+        3: it ended because the launcher had asked it to.
+        4: its result could not be sent.
     """
     if rank.is_unsendable:
         return 4, rank.order or 0
@@ -235,9 +234,8 @@ def failure_text(outcome: Outcome) -> str:
     """Returns the report of a run with failed ranks: lines about the other ranks, then the cause with its traceback.
 
     Returns:
-        The report; "" if no rank failed. If the run went on without the ranks that failed, the report has these ranks,
-        and what they cost. If the ranks ended only because the launcher received a signal, the report contains only the
-        ranks that could not be killed, and those that failed before.
+        The report; "" if no rank failed. If the run went on without those that failed, it has these, and what they
+        cost. If a signal to the launcher ended the run, only those that could not be killed, or had failed before.
     """
     root = outcome.root_cause
     if root is None:

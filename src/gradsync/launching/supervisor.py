@@ -49,9 +49,8 @@ _LAST_OUTPUT_SECONDS = 2.0  # how long to wait for a blocked terminal after a si
 _CHECK_SIGNALS_SECONDS = 0.2
 _FILES_OF_A_RANK = 9  # pipes for status, report, commands and output; the result; the connection to the server
 
-# After a failure the launcher first waits: the rendezvous server reports the failure to the other ranks, which may end
-# by themselves. If a failure only follows from the failure of another rank, the launcher waits longer, so that the
-# other rank can still report its own failure.
+# After a failure the launcher first waits: the other ranks hear of it, and may end by themselves. If the failure only
+# follows from that of another rank, it waits longer, so that this one can still report its own.
 _SETTLE_SECONDS = 0.1
 _ROOT_CAUSE_SECONDS = 1.0
 _AFTER_SILENCE_SECONDS = 0.05  # because all ranks that waited for a silent rank fail at the same moment
@@ -61,8 +60,7 @@ _HELPERS_SECONDS = 4.9  # how much longer the guard of a killed rank may need fo
 
 _GIVE_UP = 0  # in place of a signal: abandon the ranks that still run
 
-#: A function that returns the object that shows the output of one start of the ranks. The function's argument is the
-#: number of restarts.
+#: Makes what shows the output of one start of the ranks; takes the number of restarts before it.
 MakeOutput = Callable[[int], "OutputForwarder"]
 _SILENT = Notices(None)
 
@@ -70,18 +68,17 @@ _SILENT = Notices(None)
 def supervise(job: Job, *, make_output: MakeOutput | None = None, notices: Notices = _SILENT) -> Outcome:
     """Runs a job until all its ranks have ended; restarts all ranks after a failure, as often as the job allows.
 
-    The function hosts the rendezvous server of the run, unless another launcher hosts it. If the main thread calls the
-    function, SIGINT, SIGTERM and SIGHUP end the job. The function forwards the first of these signals to the ranks, or
-    kills the ranks if they have already been asked to end. Outcome.signal_number is the number of this signal.
+    It hosts the rendezvous server of the run, unless another launcher does. Called by the main thread, it handles
+    SIGINT, SIGTERM and SIGHUP, which end the job: the first goes on to the ranks, or kills them if they have been asked
+    to end already.
 
     Args:
         job: the job.
-        make_output: a function that returns an `OutputForwarder`, which shows the ranks' output. By default the ranks
-            write to this process's own streams.
-        notices: the object that prints notices after Ctrl-C and before a restart; by default nothing prints them.
+        make_output: makes what shows the ranks' output; by default the ranks write to this process's own streams.
+        notices: prints notices after Ctrl-C and before a restart; by default nobody does.
 
     Returns:
-        How every rank ended. A failed rank does not raise an exception here.
+        How every rank ended. A failed rank raises nothing here.
 
     Raises:
         BackendUnavailable, InvalidArgument, RendezvousError: see `Supervisor.start`.
