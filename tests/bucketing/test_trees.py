@@ -404,6 +404,34 @@ def test_a_tree_that_cannot_be_sent_is_refused_before_anything_is_sent(comm):
     assert not weights.any()
 
 
+class Network:
+    """A model as a program without a library has it; `layers` is where its arrays are."""
+
+    def __init__(self, layers):
+        self.layers, self.name = layers, "digits"
+
+
+class Module(Network):
+    def state_dict(self):
+        return dict(enumerate(self.layers))
+
+
+@pytest.mark.ranks(2)
+def test_an_object_with_arrays_inside_is_refused_because_they_would_stay_as_they_are(comm):
+    weights = np.full(2, float(comm.rank))
+    for layers in ([weights], {"first": (Layer(weights, None),)}, [Network([Network(weights)])]):
+        for tree, path in ((Network(layers), "the tree"), ({"step": 3, "nets": [Network(layers)]}, "nets/0")):
+            with pytest.raises(gs.InvalidArgument, match=rf"{path} is an object \(Network\) .* its arrays, such as"):
+                gs.broadcast_tree(tree)
+    with pytest.raises(gs.InvalidArgument, match=r"pass its state_dict\(\)"):
+        gs.broadcast_tree(Module([weights]))
+    without = Network([1.5 + comm.rank, np.random.default_rng(comm.rank), np.random.RandomState(comm.rank), np, len])
+    without.layers[3:] = [without, without.layers]  # pickle can send circles
+    sent = gs.broadcast_tree({"net": without, "w": weights})
+    assert (sent["net"].layers[0], sent["net"].layers[3]) == (1.5, sent["net"])
+    assert not weights.any()
+
+
 @pytest.mark.ranks(3, ends={0: -signal.SIGKILL})
 @pytest.mark.parametrize("milliseconds", [15, 40, 80])
 def test_a_root_that_dies_leaves_nobody_half_of_its_state(comm, milliseconds):

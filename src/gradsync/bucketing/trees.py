@@ -11,7 +11,9 @@ import dataclasses
 import pickle
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -114,6 +116,19 @@ def _is_array(value: Any) -> bool:
     """Whether a value is an array that holds data, not only a description of one, such as jax.ShapeDtypeStruct."""
     exports = hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
     return exports and not isinstance(value, (np.generic, type))
+
+
+def _holds_arrays(leaf: Any, seen: set[int]) -> bool:
+    """Whether a leaf is an object that has arrays in its attributes, or in those of their values."""
+    attributes = getattr(leaf, "__dict__", None)
+    if not isinstance(attributes, dict) or isinstance(leaf, (type, ModuleType)) or id(leaf) in seen:
+        return False
+    seen.add(id(leaf))
+    leaves: list[Any] = []
+    with suppress(RecursionError):  # a container in it contains itself: pickle can send that
+        _walk(attributes, leaves)
+        return any(_is_array(each) or _holds_arrays(each, seen) for each in leaves)
+    return False
 
 
 def _opened(tree: Any) -> tuple[dict[Any, Any], Callable[[Any, dict[Any, Any]], Any]] | None:
@@ -322,9 +337,9 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     Every rank must call it with a tree of the same structure, with arrays of the same shapes and dtypes at the same
     paths. A tree nests dicts (of the same keys, in any order), lists, tuples, namedtuples, dataclasses, and pytrees
     that are registered with JAX. The root's arrays are copied into those of the other ranks. All else (step counters,
-    learning rates, strings, NumPy scalars, None, objects of any class) is sent by pickle, so ranks must trust the root,
-    and only the tree that is returned has it. What a JAX pytree does not list among its children, such as static
-    fields, is not sent.
+    learning rates, strings, NumPy scalars, None, objects) is sent by pickle, so ranks must trust the root, and only the
+    tree that is returned has it. So of an object with arrays inside, such as a model, pass its arrays. What a JAX
+    pytree does not list among its children, such as static fields, is not sent.
 
     Once the ranks have made a step, or were rebuilt, they write to their arrays only when all have arrived, for which
     they need memory for a second copy: if a rank dies meanwhile, no other is left with half of a state.
@@ -340,8 +355,9 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
 
     Raises:
         InvalidArgument: an array of a rank other than the root is read-only, or its elements share memory, or a value
-            of the root cannot be pickled: all ranks raise it. Or the root is outside the communicator, or a container
-            contains itself. No array was written to.
+            of the root cannot be pickled: all ranks raise it. Or the root is outside the communicator, a container
+            contains itself, or an object that is neither array nor container has arrays inside. No array was written
+            to.
         UnsupportedDtype: the elements of an array are Python objects. No array was written to.
         PlanMismatch: the ranks' trees differ, or the root's values do not fit on some rank; the text has the first path
             that differs on each. No array was written to.
@@ -355,6 +371,14 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
         for path, leaf in own.items()
         if _is_array(leaf)
     }
+    for path, leaf in own.items():
+        if path not in natives and not isinstance(leaf, Node) and _holds_arrays(leaf, set()):
+            instead = "its state_dict()" if hasattr(leaf, "state_dict") else 'its arrays, such as {"w": model.w}'
+            raise InvalidArgument(
+                f"{communicator.label}: broadcast_tree: {_name(path)} is an object ({type(leaf).__qualname__}) with "
+                "arrays inside. The root's would come in a copy of the object, and leave its own as they are: pass "
+                f"{instead}, or use comm.objects.broadcast, which returns the copy"
+            )
     described = {path: _described(content, natives.get(path)) for path, content in own.items()}
     values = [None if path in natives else leaf for path, leaf in _leaves_of(structure, leaves).items()]
     arrays = arrays_of(communicator)
