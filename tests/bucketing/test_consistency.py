@@ -148,14 +148,19 @@ def test_parameters_that_differ_before_the_first_step_are_named_once_on_rank_0(c
 
 
 @pytest.mark.ranks(2)
-def test_an_update_inside_the_block_is_named_as_a_cause(comm):
-    weights = np.zeros(3)
-    sync = gs.AllreduceCallback("mean", parameters={"w": weights}, diverged="raise")
-    with pytest.raises(gs.PlanMismatch, match=r"was a parameter changed inside the block\? Update after it"):  # noqa: SIM117
-        with sync.backward():
-            gradient = np.full(3, comm.rank + 1.0)
-            sync("w", gradient)
-            weights -= 0.1 * gradient  # still this rank's own
+def test_an_update_inside_the_block_is_named_as_the_cause_and_of_a_part_as_a_possible_one(comm):
+    for updated, cause in (
+        ("wb", "they were changed inside the block, before"),
+        ("w", "changed inside the block[?] Update"),
+    ):
+        parameters = {"w": np.zeros(3), "b": np.zeros(2)}
+        sync = gs.AllreduceCallback("mean", name=updated, parameters=parameters, diverged="raise")
+        with pytest.raises(gs.PlanMismatch, match=cause):  # noqa: SIM117
+            with sync.backward():
+                for name, parameter in parameters.items():
+                    sync(name, np.full(parameter.shape, comm.rank + 1.0))
+                for name in updated:
+                    parameters[name] -= comm.rank + 1.0  # still this rank's own
 
 
 @pytest.mark.ranks(2)

@@ -296,3 +296,78 @@ def test_a_group_is_told_by_itself(comm):
     assert warnings_after(comm, nothing, group=group) == []  # a world of one
     group = comm.split(0)
     assert len(warnings_after(comm, nothing, group=group)) == (comm.rank == 0)
+
+
+# -- An update inside of the block -------------------------------------------------------------------------------------
+
+
+def descend(model, gradients):
+    for name, gradient in gradients.items():
+        model[name] -= 0.1 * gradient
+
+
+def warnings_of_updates(comm, broadcast, update, **options):
+    """The warnings of a program that broadcasts, and calls `update` in each block, after the hand-over."""
+    model = {"w": np.full((2, 3), 1.0 + comm.rank), "b": np.zeros(2)}
+    state = {"velocity": np.zeros((2, 3)), "mean": np.zeros(2)}
+    with Heard() as lines:
+        broadcast(model, state)
+        sync = gs.AllreduceCallback("mean", name=update.__name__, **options)
+        for _ in range(3):
+            gradients = {"w": model["w"] + comm.rank, "b": model["b"] + comm.rank + 1}
+            with sync.backward():
+                for name, gradient in gradients.items():
+                    sync(name, gradient)
+                update(model, gradients, state)
+            if update is not update_in_the_block:
+                descend(model, sync.results())
+    return lines
+
+
+def update_in_the_block(model, gradients, state):
+    descend(model, gradients)
+
+
+def update_something_else(model, gradients, state):
+    """As a layer's statistics, which are averaged in the forward pass; and one parameter, which is shared."""
+    state["mean"] += 1
+    model["b"] += 1
+
+
+BROADCASTS = {
+    "bcast_list_": lambda model, state: gs.bcast_list_(list(model.values())),
+    "broadcast_tree": lambda model, state: gs.broadcast_tree([model, state, "and so on"]),
+}
+
+
+@pytest.mark.ranks(2, fresh=True)
+@pytest.mark.parametrize("broadcast", BROADCASTS)
+def test_an_update_inside_the_block_is_told_once(comm, broadcast):
+    lines = warnings_of_updates(comm, BROADCASTS[broadcast], update_in_the_block)
+    assert len(lines) == (comm.rank == 0)
+    assert all("changed inside the block" in line and "sync.results()" in line for line in lines)
+
+
+@pytest.mark.ranks(2, fresh=True)
+@pytest.mark.parametrize("broadcast", BROADCASTS)
+def test_other_changes_inside_the_block_are_not_told_of(comm, broadcast):
+    assert warnings_of_updates(comm, BROADCASTS[broadcast], update_something_else) == []
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_updates_inside_the_block_are_not_looked_for_where_a_program_says_so(comm):
+    assert warnings_of_updates(comm, BROADCASTS["bcast_list_"], update_in_the_block, check_every=0) == []
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_gradients_that_were_broadcast_are_no_parameters(comm):
+    """A program may broadcast all that it has, also the arrays in which it adds up gradients."""
+    total = np.zeros(3)
+    gs.bcast_list_([total])
+    with Heard() as lines:
+        sync = gs.AllreduceCallback("mean")
+        for _ in range(2):
+            with sync.backward():
+                sync("w", total)
+                total += comm.rank
+    assert lines == []

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.arguments import integer_of
+from gradsync.bucketing.divergence import note_broadcast
 from gradsync.communicators.agreement import Agreement, Description, array_text, digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import arrays_of, broadcast_list, exchange_numbers, native_array
@@ -259,4 +260,6 @@ def broadcast_named(
             f"{communicator.label}: {what} writes into the given arrays, but {named[first][0]} is read-only or "
             f"overlaps itself on {name_ranks(ranks)}: pass a copy; nothing was written"
         )
-    broadcast_list(communicator, [native for _, native in named], root, agreement, at_once=at_once)
+    natives = [native for _, native in named]
+    broadcast_list(communicator, natives, root, agreement, at_once=at_once)
+    note_broadcast(communicator, natives)

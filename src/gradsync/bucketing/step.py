@@ -336,6 +336,8 @@ class Step:
         assert self._communicator is not None
         if trace.active is not None:
             trace.active.begin_step(self._communicator.recorder)
+        if self._divergence is not None:
+            self._divergence.begin_step(self.parameters)
         self._end = Pending(timeout_seconds(self._communicator))
         return self._end
 
