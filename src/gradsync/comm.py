@@ -201,9 +201,14 @@ def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any
         PlanMismatch: the ranks have different names (the error lists what each lacks), or another `average`. All ranks
             raise it.
         InvalidArgument: input_dict is not a mapping, a value is masked or not a scalar of at most 64 bits (128 if
-            complex), a sum of integers needs more than 64 bits, or types have nothing in common. All ranks raise it.
+            complex), a sum of integers needs more than 64 bits, or types have nothing in common: all ranks raise it. Or
+            `average` is no bool.
         RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
+    if not isinstance(average, (bool, np.bool_, int)):  # reduce_dict(losses, "sum") would be a mean
+        raise InvalidArgument(
+            f"reduce_dict needs average to be True or False, got {average!r}: average=False gives the sum"
+        )
     world = _ranks_of(None, "reduce_dict")
     mine = _contribution(input_dict)
     what = f"reduce_dict({'mean' if average else 'sum'})"

@@ -164,6 +164,12 @@ def test_what_is_no_scalar_is_refused(wrong, word):
         gs_comm.reduce_dict(wrong)
 
 
+def test_an_operator_in_the_place_of_average_is_refused():
+    with pytest.raises(gs.InvalidArgument, match="average=False gives the sum"):
+        gs_comm.reduce_dict({"right": 3}, "sum")
+    assert gs_comm.reduce_dict({"right": 3}, np.bool_(False)) == {"right": 3}
+
+
 @pytest.mark.ranks(2, 3)
 def test_scalars_are_reduced_by_name_whatever_their_order(comm):
     n, rank = comm.world_size, comm.rank
