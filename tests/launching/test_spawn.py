@@ -106,6 +106,16 @@ def test_a_failure_ends_the_others_and_tells_how(statement, capfd):
     assert all(not is_running(pid) for pid in context.pids())
 
 
+def test_a_function_that_wants_the_rank_first_is_refused_before_anything_starts():
+    """As torch.multiprocessing.spawn calls it."""
+
+    def train(rank, world_size, rate=0.1):
+        pass
+
+    with pytest.raises(gs.InvalidArgument, match=r"calls .*train\(\*args\) without the rank"):
+        gs.spawn(train, (2,), 2)
+
+
 def test_each_process_has_its_own_environment_without_proxies(monkeypatch):
     proxies = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
     for name in proxies:

@@ -414,6 +414,11 @@ def spawn(
     if count is None:
         count = default_process_count("cpu" if backend == "shm" else "auto") if devices is None else len(devices)
     port = check_port("spawn", "started_port", given.get("started_port", 0))
+    if _wants_rank_first(func, args):
+        raise InvalidArgument(
+            f"spawn calls {calls.function_name(func)}(*args) without the rank, unlike torch.multiprocessing: take "
+            "comm.rank after comm = gs.init_process_group()"
+        )
     calls.warn_of_start_method("spawn", method)
     job = Job(
         calls.call_target(func, args, who="spawn"),
@@ -432,6 +437,22 @@ def spawn(
             flush=True,
         )
     return MultiprocessContext(job, joins=join, daemon=daemon)
+
+
+def _wants_rank_first(func: Any, args: Any) -> bool:
+    """Whether a function takes one argument more than it is given, as one for torch.multiprocessing.spawn does."""
+    from inspect import signature  # imported here: ranks import this module
+
+    try:
+        expected = signature(func)
+        expected.bind(None, *args)
+    except (TypeError, ValueError):  # it takes others, or Python does not know which
+        return False
+    try:
+        expected.bind(*args)
+    except TypeError:
+        return True
+    return False
 
 
 def _translate(options: Mapping[str, Any]) -> dict[str, Any]:
