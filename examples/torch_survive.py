@@ -1,7 +1,10 @@
 """A PyTorch training loop that goes on when a rank dies, and takes in the rank that is started in its place.
 
-Run it with `gradsync run -n 3 --respawn 1 examples/torch_survive.py`, and kill a rank; it needs `pip install torch`.
+Run it with `gradsync run -n 3 --respawn 1 examples/torch_survive.py`, and `kill -9` one of the processes whose numbers
+it prints; it needs `pip install torch`.
 """
+
+import os
 
 import torch
 from torch import nn
@@ -14,6 +17,7 @@ STEPS = 3000
 
 def main():
     comm = gs.init_process_group()  # a rank that was started again waits here until the others rebuild
+    print(f"process {os.getpid()}")
     torch.manual_seed(comm.member)
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters())
@@ -42,6 +46,8 @@ def main():
             comm = gs.rebuild()
     gs.check_consistency({name: value.numpy() for name, value in model.state_dict().items()})
     if comm.rank == 0:
+        points = torch.randn(1000, 2)  # a rank that came for the last broadcast has had no batch yet
+        loss = nn.functional.mse_loss(model(points), points.prod(dim=1, keepdim=True))
         print(f"step {step}: loss {loss:.2f}")
     gs.destroy_process_group()
 
