@@ -79,6 +79,7 @@ FOREIGN: dict[str, dict[str, str]] = {
         "op": "reduce_method",
         "average": 'reduce_method="mean" or reduce_method="sum"',
         "process_group": "group",
+        "max_norm": "clip_norm",
         "find_unused_parameters": 'parameters=... and missing="zero"',
     },
     "init_process_group": {
@@ -95,6 +96,7 @@ FOREIGN: dict[str, dict[str, str]] = {
         **{name: f"gs.get_communicator().{name}(...)" for name in _COLLECTIVES},
         "allreduce": "gs.get_communicator().all_reduce(...)",
         "barrier": "gs.get_communicator().barrier()",
+        "reduce_dict": "gs.comm.reduce_dict",
         "DistributedDataParallel": _DDP,
         "DDP": _DDP,
         "DistributedOptimizer": "gs.AllreduceCallback",

@@ -62,6 +62,7 @@ def test_wrong_options_are_refused(alone, arguments, options):
         ("clip_nrom", "did you mean clip_norm"),
         ("bucket_cap_mb", "threshold_bytes="),
         ("op", "reduce_method"),
+        ("max_norm", "clip_norm"),
         ("find_unused_parameters", "missing="),
         ("colour", ""),
     ],
