@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from gradsync.communicators import host_values
 from gradsync.errors import InvalidArgument, UnsupportedDtype
-from gradsync.reduction import Array, ReduceOp, check_operation
+from gradsync.reduction import Array, ReduceOp, accumulation_dtype, check_operation, part_dtype
 
 CACHE_LINE_BYTES = 64
 DLPACK_CPU = 1
 DLPACK_CUDA_HOST = 3  # pinned host memory
+# The squares of so many values are summed at a time: OpenBLAS sums more in threads, on cores that other ranks need.
+_SUMMED_ELEMENTS = 2**13
+# 64-bit words of which a digest is made at a time: they, their keys and the scratch memory fit into a core's cache.
+_DIGEST_WORDS = 2**14
+_DIGEST_FACTOR = 0x9E3779B97F4A7C15
 
 _FOR_NUMBERS = "make it an array with numpy.array(...), or pass numbers to gs.comm.reduce_dict or comm.objects"
 _FOR_OBJECTS = "comm.objects gathers, broadcasts and scatters Python objects"
@@ -74,27 +80,40 @@ class ArrayKind:
         """Copies the elements of `native` to `target`, an array on the communicator's device."""
         np.copyto(target, native)
 
-    def multiply_in_place(self, natives: Any, factor: float) -> None:
-        """Multiplies arrays by a factor, on a GPU on the current stream; see host_values.multiply_in_place."""
-        host_values.multiply_in_place(natives, factor)
+    def multiply_in_place(self, natives: Sequence[Any], factor: float) -> None:
+        """Multiplies floating and complex arrays of any layout, on a GPU on the current stream.
+
+        Products of half precision are computed in float32 and rounded once. Real and imaginary parts are multiplied
+        separately: a complex number times infinity has NaN. Overflow gives infinity without a warning.
+        """
+        with np.errstate(all="ignore"):  # other code checks the values for overflow; the factor itself may overflow
+            for part in [part for native in natives for part in real_parts(native)]:
+                wide = accumulation_dtype(part.dtype)
+                np.multiply(part, wide.type(factor), out=part, dtype=wide, casting="unsafe")
 
     def digest(self, native: Any) -> int:
-        """Returns a 64-bit digest of an array's elements as bytes in C order; see host_values.digest."""
-        return host_values.digest(np.ascontiguousarray(native).reshape(-1).view(np.uint8))
+        """Returns a 64-bit digest of an array's elements as bytes in C order; see digest_of_bytes."""
+        return digest_of_bytes(np.ascontiguousarray(native).reshape(-1).view(np.uint8))
 
     def all_finite(self, flat: Any) -> Any:
         """Whether a flat array has neither NaN nor infinity; always True for integers and bools.
 
         On a GPU the result is a 0-d array, computed on the current stream; the host does not wait for it.
         """
-        return host_values.all_finite(flat)
+        with np.errstate(all="ignore"):
+            return bool(np.isfinite(flat).all())
 
     def sum_of_squares(self, flat: Any) -> Any:
-        """Sums the squares of the absolute values of a flat array; see host_values.sum_of_squares.
+        """Sums the squares of the absolute values of a flat array in float64; the same array gives the same bits.
 
-        On a GPU the result is a 0-d float64 array, computed on the current stream; the host does not wait for it.
+        On a GPU the result is a 0-d array, computed on the current stream; the host does not wait for it.
         """
-        return host_values.sum_of_squares(flat)
+        parts, total = flat.view(part_dtype(flat.dtype)), 0.0
+        with np.errstate(all="ignore"):
+            for begin in range(0, parts.size, _SUMMED_ELEMENTS):
+                piece = parts[begin : begin + _SUMMED_ELEMENTS].astype(np.float64)
+                total += float(np.vecdot(piece, piece))
+        return total
 
     def writeable(self, native: Any) -> bool:
         """Whether an array may be written to."""
@@ -110,6 +129,48 @@ class ArrayKind:
             return bool(np.shares_memory(first, second, max_work=10_000))  # type: ignore[arg-type]  # any int is valid
         except np.exceptions.TooHardError:
             return True
+
+
+def real_parts(array: Any) -> list[Any]:
+    """Returns views of a complex array's real and imaginary parts; of a real one, the array itself. CuPy's too."""
+    part = part_dtype(array.dtype)
+    if part is array.dtype:
+        return [array]
+    return [array.reshape(-1).view(part)] if array.flags.c_contiguous else [array.real, array.imag]
+
+
+def digest_of_bytes(data: Array) -> int:
+    """Returns a 64-bit digest of a 1-D array of bytes, whose positions count; it is the same on all machines.
+
+    Different bytes of one length have equal digests with a probability of at most 2**-32, and nearly always of 2**-64.
+    The digest is no defence against somebody who looks for such bytes.
+
+    Source: NH of UMAC (Black et al., CRYPTO 1999): each word counts as (low half + key) * (high half + other key).
+    """
+    whole = data.size - data.size % 8
+    words = data[:whole].view("<u8")
+    room, keys, made = np.empty((2, min(words.size, _DIGEST_WORDS)), np.uint64), _digest_keys(), 0
+    for begin in range(0, words.size, _DIGEST_WORDS):
+        piece = words[begin : begin + _DIGEST_WORDS]
+        (low, high), (low_keys, high_keys) = room[:, : piece.size], keys[:, : piece.size]
+        np.bitwise_and(piece, 0xFFFFFFFF, out=low)
+        np.right_shift(piece, 32, out=high)
+        low += low_keys
+        high += high_keys
+        low *= high
+        made = (made * _DIGEST_FACTOR + int(np.add.reduce(low))) % 2**64
+    tail = data[whole:].tobytes()
+    return (made * _DIGEST_FACTOR + int.from_bytes(tail, "little")) % 2**64 if tail else made
+
+
+@lru_cache(maxsize=1)
+def _digest_keys() -> Array:
+    """Returns two rows of 64-bit keys that look random: SplitMix64 (Steele et al., OOPSLA 2014) of 1, 2 and so on."""
+    keys: Array = np.arange(1, 2 * _DIGEST_WORDS + 1, dtype=np.uint64) * np.uint64(_DIGEST_FACTOR)
+    keys = (keys ^ keys >> 30) * np.uint64(0xBF58476D1CE4E5B9)
+    keys = (keys ^ keys >> 27) * np.uint64(0x94D049BB133111EB)
+    keys ^= keys >> 31
+    return keys.reshape(2, _DIGEST_WORDS)
 
 
 def span(array: Any, address: int) -> tuple[int, int]:

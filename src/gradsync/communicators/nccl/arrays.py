@@ -18,7 +18,6 @@ from typing import Any, TypeVar, cast
 import cupy
 import numpy as np
 
-from gradsync.communicators import host_values
 from gradsync.communicators.host_arrays import (
     DLPACK_CPU,
     DLPACK_CUDA_HOST,
@@ -26,6 +25,7 @@ from gradsync.communicators.host_arrays import (
     advice,
     as_host_array,
     kind_of,
+    real_parts,
     span,
 )
 from gradsync.communicators.nccl.streams import on_device
@@ -180,7 +180,7 @@ class DeviceArrays(ArrayKind):
             if isinstance(native, np.ndarray):
                 super().multiply_in_place([native], float(factor))
                 continue
-            for part in host_values.real_parts(native):
+            for part in real_parts(native):
                 wide = accumulation_dtype(part.dtype)
                 by = wide.type(factor) if isinstance(factor, float) else factor.astype(wide)
                 cupy.multiply(part, by, out=part, dtype=wide, casting="unsafe")
