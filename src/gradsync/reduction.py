@@ -1,15 +1,14 @@
 """Reductions: the operators, the dtypes that they support, and how NumPy does them.
 
-Nothing here communicates. Shared memory without C reduces with `reduction_of`; the tests compare every backend with
-`reduce_into`, and with NumPy's float64.
+Nothing here communicates. Shared memory without C reduces with `reduce_into`; the tests compare every backend with it,
+and with NumPy's float64.
 """
 
 from __future__ import annotations
 
 import enum
-import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,23 +92,6 @@ OPERATIONS_BY_DTYPE: dict[str, frozenset[ReduceOp]] = {
 _HALF_PRECISION = ("float16", "bfloat16")
 _FLOAT32 = np.dtype(np.float32)
 
-# Half precision is reduced in blocks of this size: their float32 values fit into a core's L2 cache.
-_BLOCK_ELEMENTS = 2**16
-
-
-class _Block(threading.local):
-    """A thread's buffer for one block of values, converted to float32."""
-
-    def __init__(self) -> None:
-        self.total = np.empty(_BLOCK_ELEMENTS, np.float32)
-
-
-_block = _Block()
-
-#: A function and its arguments.
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
-
-
 # The ufunc that makes one value of two. The sum of a mean is divided afterwards.
 _UFUNCS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.SUM: np.add,
@@ -182,9 +164,6 @@ def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return _FLOAT32 if dtype.name in _HALF_PRECISION else dtype
 
 
-Reduce = Callable[[Sequence[Array], Array], None]
-
-
 def reduce_into(op: ReduceOp, contributions: Sequence[Array], out: Array) -> None:
     """Reduces the arrays of all ranks, in the given order, into `out`.
 
@@ -197,78 +176,32 @@ def reduce_into(op: ReduceOp, contributions: Sequence[Array], out: Array) -> Non
             `out` itself.
         out: a contiguous array of the same shape and dtype for the result.
     """
-    reduction_of(op, out.dtype, len(contributions))(contributions, out)
-
-
-@lru_cache(maxsize=256)
-def reduction_of(op: ReduceOp, dtype: np.dtype[Any], count: int) -> Reduce:
-    """Returns what reduces `count` arrays of a dtype, for `reduce_into`."""
-    if accumulation_dtype(dtype) != dtype:
-        return partial(_reduce_halves, op)
-    ufunc, divides = _UFUNCS[op], op is ReduceOp.MEAN
-
-    def reduce(contributions: Sequence[Array], out: Array) -> None:
-        if count == 1:
-            np.copyto(out, contributions[0])
-            return
-        ufunc(contributions[0], contributions[1], out=out)
-        for contribution in contributions[2:]:
-            ufunc(out, contribution, out=out)
-        if divides:
-            divide_into(out, count, out)
-
-    return reduce
-
-
-def _reduce_halves(op: ReduceOp, contributions: Sequence[Array], out: Array) -> None:
-    """Reduces arrays of half precision in float32, block by block."""
-    ufunc, out = _UFUNCS[op], out.reshape(-1)
-    flats = [contribution.reshape(-1) for contribution in contributions]
-    for begin in range(0, out.size, _BLOCK_ELEMENTS):
-        end = min(begin + _BLOCK_ELEMENTS, out.size)
-        first, *others = [flat[begin:end] for flat in flats]
-        total = _block.total[: end - begin]
-        if not others:
-            np.copyto(total, first)
-        for other in others:
-            ufunc(first, other, out=total, dtype=_FLOAT32)
-            first = total
-        if op is ReduceOp.MEAN:
-            divide_into(total, len(flats), total)
-        np.copyto(out[begin:end], total, casting="same_kind")
+    ufunc, wide = _UFUNCS[op], accumulation_dtype(out.dtype)
+    first, *others = contributions
+    total = out if wide == out.dtype else np.empty(out.shape, wide)
+    if not others:
+        np.copyto(total, first)
+    for other in others:
+        ufunc(first, other, out=total, dtype=wide)
+        first = total
+    if op is ReduceOp.MEAN:
+        divide_into(total, len(contributions), total)
+    if total is not out:
+        np.copyto(out, total, casting="same_kind")
 
 
 def divide_into(values: Array, count: int, out: Array) -> None:
-    """Divides values by the number of ranks; multiplies by a power of two, which gives the same bits sooner.
+    """Divides values by the number of ranks.
 
     Args:
         values: a floating or complex array. A complex one must be contiguous.
         count: the number of ranks.
         out: an array for the quotients, which may be `values` itself.
     """
-    function, arguments = division_call(values, count, out)
-    function(*arguments)
-
-
-def division_call(values: Array, count: int, out: Array) -> Call:
-    """Returns what `divide_into` calls, and its arguments."""
     part = part_dtype(values.dtype)
     if part is not values.dtype:
         values, out = values.reshape(-1).view(part), out.reshape(-1).view(part)
-    ufunc, divisor = _division(values.dtype, count)
-    return ufunc, (values, divisor, out)
-
-
-@lru_cache(maxsize=64)
-def _division(dtype: np.dtype[Any], count: int) -> tuple[Callable[..., Any], Array]:
-    """Returns the ufunc that divides values of a floating dtype by `count`, and its second operand.
-
-    That is a 0-d array: NumPy would convert a scalar again in each call.
-    """
-    by_multiplication = count & (count - 1) == 0  # a power of two
-    operand = np.array(1.0 / count if by_multiplication else count, dtype)
-    operand.flags.writeable = False
-    return np.multiply if by_multiplication else np.divide, operand
+    np.divide(values, part.type(count), out=out)
 
 
 @lru_cache(maxsize=64)

@@ -15,16 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from gradsync.communicators.agreement import LayoutsDiffer
 from gradsync.communicators.backend import Bounds, largest_part
 from gradsync.communicators.shared_memory.memory import ABORTED, ARRIVED, DIGEST, FACTOR, LAYOUT, LINE_BYTES, Shared
-from gradsync.reduction import Array, Reduce, ReduceOp, accumulation_dtype, part_dtype, reduce_into, reduction_of
+from gradsync.reduction import Array, ReduceOp, accumulation_dtype, part_dtype, reduce_into
 
 Check = Callable[[], float]
+Reduce = Callable[[Sequence[Array], Array], None]
 #: The elements [begin, end) of the array of this number in a list: (number, begin, end).
 Piece = tuple[int, int, int]
 
@@ -185,7 +186,7 @@ def all_reduce(
         meet(shared, call, factor)
         call.phase("waiting")
         reduced = targets[0] if len(targets) == 1 else shared.scratch(dtype, total)
-        _reduction(shared, op, dtype)(slots, reduced)
+        _reduction(shared, op)(slots, reduced)
         call.phase("reducing")
         if len(targets) > 1:
             unpack(reduced, targets)
@@ -198,11 +199,11 @@ def _sum_of_squares(values: Array) -> float:
     return float(np.square(values.view(part_dtype(values.dtype)), dtype=np.float64).sum())
 
 
-def _reduction(shared: Shared, op: ReduceOp, dtype: np.dtype[Any]) -> Reduce:
+def _reduction(shared: Shared, op: ReduceOp) -> Reduce:
     """Returns the function that reduces the values of all ranks, multiplied by the factors of the last round."""
     factors = _factors(shared)
     if all(factor == 1.0 for factor in factors):
-        return reduction_of(op, dtype, shared.size)
+        return partial(reduce_into, op)
     return partial(_reduce_products, op, factors)
 
 
@@ -291,7 +292,7 @@ def _reduce_chunks(
                 mine = [packed]
             parts[rank] = mine[0]
             if k == 1:  # the first round has brought the factors
-                reduce = _reduction(shared, op, dtype)
+                reduce = _reduction(shared, op)
             reduce(parts, result)
             for other in others:
                 other[...] = result
@@ -306,7 +307,6 @@ def _reduce_chunks(
 
 def reduce_scatter(shared: Shared, source: Array, target: Array, bounds: Bounds, op: ReduceOp, call: Call) -> None:
     """Reduces the sources of all ranks, and writes to the target what lies within this rank's bounds; see Backend."""
-    reduce = reduction_of(op, source.dtype, shared.size)
     with np.errstate(all="ignore"):
         for step, shares in _deal(shared, source, bounds, largest_part(bounds), call):
             part = target[step]
@@ -314,7 +314,7 @@ def reduce_scatter(shared: Shared, source: Array, target: Array, bounds: Bounds,
             mine = shared.scratch(source.dtype, part.size)
             mine[...] = shares[shared.rank]
             shares[shared.rank] = mine
-            reduce([share[: part.size] for share in shares], part)
+            reduce_into(op, [share[: part.size] for share in shares], part)
 
 
 # -- Moves of bytes ---------------------------------------------------------------------------------------------------
