@@ -108,6 +108,19 @@ def test_abort_of_a_group_gives_the_reason_to_its_members(comm, reason):
 
 
 @pytest.mark.ranks(3)
+def test_who_aborted_first_is_told_and_not_who_passes_it_on(comm, tmp_path):
+    group = comm.split(0)
+    if comm.rank == 1:
+        group.abort("the disk is full")
+    else:
+        if comm.rank == 2:
+            wait_until((tmp_path / "passed on").exists)
+        with pytest.raises(gs.RankFailed, match=r"^[^:]*: rank 1 aborted: the disk is full"):
+            group.barrier()
+        (tmp_path / "passed on").touch()
+
+
+@pytest.mark.ranks(3)
 def test_the_end_of_a_group_leaves_the_world(comm):
     for end in (lambda group: group.abort("enough"), lambda group: group.close()):
         group = comm.split(0)

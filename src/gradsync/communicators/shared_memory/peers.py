@@ -146,7 +146,9 @@ class Peers:
         if not words[ABORTED]:
             return
         fence()
-        for rank, line in enumerate(self._lines):
+        # A rank that aborts because of another one passes on what it has heard. The one that began comes first.
+        of_their_own = [words[line + CULPRIT] == rank for rank, line in zip(self._ranks, self._lines, strict=True)]
+        for rank, line in sorted(enumerate(self._lines), key=lambda each: not of_their_own[each[0]]):
             state = words[line + STATE]
             fence()
             if rank != self._rank and state in (_ABORTED, _ABORTED_BY_SERVER) and words[line + ABORTED_AT] <= number:
