@@ -360,6 +360,17 @@ def test_updates_inside_the_block_are_not_looked_for_where_a_program_says_so(com
 
 
 @pytest.mark.ranks(2, fresh=True)
+def test_what_was_broadcast_is_not_kept(comm):
+    """Also where no step comes: a program may broadcast for ever."""
+    from gradsync.bucketing.divergence import _broadcast
+
+    kept = np.zeros(3)
+    for _ in range(50):
+        gs.bcast_list_([kept, np.zeros(2), kept[:2]])
+    assert len(_broadcast[comm]) <= 3
+
+
+@pytest.mark.ranks(2, fresh=True)
 def test_gradients_that_were_broadcast_are_no_parameters(comm):
     """A program may broadcast all that it has, also the arrays in which it adds up gradients."""
     total = np.zeros(3)

@@ -30,7 +30,8 @@ _WHAT = "comparison of the parameters' values"
 _SHARING = ("broadcast", "bcast_list_", "objects.broadcast", "check_consistency", _WHAT)
 _UNKNOWN = 0  # in place of a digest
 _told: WeakSet[Communicator] = WeakSet()  # where nothing was broadcast; told once
-_broadcast: WeakKeyDictionary[Communicator, list[ref[Any]]] = WeakKeyDictionary()  # NumPy arrays, before the first step
+#: The NumPy arrays that were broadcast before the first step, by id.
+_broadcast: WeakKeyDictionary[Communicator, dict[int, ref[Any]]] = WeakKeyDictionary()
 
 
 class Parameter(NamedTuple):
@@ -91,7 +92,8 @@ class Divergence:
         known = [array for array in given if type(array) is np.ndarray]
         if not known:
             worlds = {self._communicator, world.current or self._communicator}
-            known = [array for each in worlds for found in _broadcast.get(each, ()) if (array := found()) is not None]
+            refs = [found for each in worlds for found in _broadcast.get(each, {}).values()]
+            known = [array for found in refs if (array := found()) is not None]
         self._before = [(array, arrays.digest(array)) for array in known]
 
     def end_step(self, *, is_used: bool) -> None:
@@ -272,7 +274,8 @@ class Divergence:
 def note_broadcast(communicator: Communicator, natives: Sequence[Any]) -> None:
     """Remembers what a program broadcasts before its first step: most likely its parameters."""
     if not communicator.has_begun:
-        _broadcast.setdefault(communicator, []).extend([ref(each) for each in natives if type(each) is np.ndarray])
+        earlier = {key: found for key, found in _broadcast.get(communicator, {}).items() if found() is not None}
+        _broadcast[communicator] = earlier | {id(each): ref(each) for each in natives if type(each) is np.ndarray}
 
 
 def _was_shared(communicator: Communicator) -> bool:
