@@ -332,10 +332,7 @@ class AllreduceCallback:
                 f"backward(weight={unused:.6g}) was called without `with`, so that no step has this weight: write "
                 "`with sync.backward(weight=...):`, and hand the gradients over in its block"
             )
-        communicator = self._group or world.current
-        if communicator is None or self._backend is not None:
-            communicator = self._communicator()
-        self._step.flush(communicator, weight)
+        self._step.flush(self._communicator(), weight)
 
     def backward(self, *, weight: float | None = None) -> AbstractContextManager[None]:
         """A block for a backward pass; its end calls flush().

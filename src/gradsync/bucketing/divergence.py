@@ -21,7 +21,7 @@ import numpy as np
 from gradsync.communicators import world
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.for_bucketing import arrays_of, exchange_numbers, native_array, runs_beside_host
+from gradsync.communicators.for_bucketing import arrays_of, exchange_numbers, runs_beside_host
 from gradsync.errors import PlanMismatch
 
 _log = logging.getLogger("gradsync")
@@ -172,7 +172,7 @@ class Divergence:
         for each in parameters:
             native = None
             if hasattr(each.array, "dtype"):
-                native = native_array(self._communicator, each.array, f"parameter {each.name}")
+                native = self._communicator.native_array(each.array, f"parameter {each.name}")
             if native is None or not arrays.writeable(native):
                 digests.append(_UNKNOWN)
             else:

@@ -162,10 +162,6 @@ class StepEvents:
         specs = [spec for bucket in buckets for spec in bucket.specs]
         return self._agreement("gradient_buffers", specs, [len(bucket.specs) for bucket in buckets], ())
 
-    def of_norm(self) -> Agreement:
-        """Returns the agreement on the exchange at the end of a step, for its norm and its verdict."""
-        return self.of("norm of the reduced gradients")
-
     def of(self, what: str) -> Agreement:
         """Returns the agreement on anything else that the callback does with all ranks."""
         if what not in self._others:

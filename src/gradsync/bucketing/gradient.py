@@ -13,7 +13,7 @@ from gradsync.bucketing.bucket import GradientSpec
 from gradsync.bucketing.options import Options
 from gradsync.communicators.agreement import array_text
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.for_bucketing import arrays_of, native_array
+from gradsync.communicators.for_bucketing import arrays_of
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import InvalidArgument, UnsupportedDtype, shown
 from gradsync.reduction import Array, ReduceOp, dtype_name, dtype_of
@@ -94,7 +94,7 @@ def name_of(param: Any, communicator: Communicator) -> str:
 
 def name_of_array(param: Any, communicator: Communicator) -> str:
     """Returns the name of a parameter that is an array: its shape, dtype and bytes at its first use."""
-    native = native_array(communicator, param, "an array as a gradient's name")
+    native = communicator.native_array(param, "an array as a gradient's name")
     digest = arrays_of(communicator).digest(native)
     return f"array of {array_text(dtype_name(native.dtype), native.shape)} with digest {digest:016x}"
 
@@ -127,7 +127,7 @@ def accept(name: str, grad: Any, communicator: Communicator, options: Options) -
         )
     if isinstance(grad, str):
         raise InvalidArgument(f"{communicator.label}: {who} is text, {shown(grad)}: pass the name first")
-    native: Array = native_array(communicator, grad, who)
+    native: Array = communicator.native_array(grad, who)
     if isinstance(native, np.ndarray) and not native.flags.writeable and not hasattr(grad, "__array__"):
         raise InvalidArgument(
             f"{communicator.label}: {who} is read-only to NumPy, because the DLPack of {type(grad).__name__} does not "
@@ -200,12 +200,6 @@ class OverlapCheck:
         insort(claims, _Claim(begin, len(claims), end, array, name))
         self._longest_bytes = max(self._longest_bytes, end - begin)
 
-    def clear(self) -> None:
-        """Forgets the gradients of the step."""
-        self._claims.clear()
-        self._longest_bytes = 0
-        self._ranges_overlap = False
-
 
 # -- Parameters that are named beforehand -----------------------------------------------------------------------------
 
@@ -253,7 +247,7 @@ def _known_of(param: Any, of: Any, position: int, op: ReduceOp, communicator: Co
             if len(of) != 2 or any(length < 0 for length in shape):
                 raise ValueError("a shape has integers >= 0")
         else:
-            native = native_array(communicator, of, f"AllreduceCallback, parameter {name}")
+            native = communicator.native_array(of, f"AllreduceCallback, parameter {name}")
             shape, dtype = native.shape, native.dtype
     except (AttributeError, ImportError, IndexError, TypeError, ValueError) as error:
         raise InvalidArgument(

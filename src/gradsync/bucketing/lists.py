@@ -16,7 +16,7 @@ from gradsync.arguments import integer_of
 from gradsync.bucketing.divergence import note_broadcast
 from gradsync.communicators.agreement import Agreement, Description, array_text, digest_of
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.for_bucketing import arrays_of, broadcast_list, exchange_numbers, native_array
+from gradsync.communicators.for_bucketing import arrays_of, broadcast_list, exchange_numbers
 from gradsync.communicators.groups import NonMember
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.world import group_or_world
@@ -178,7 +178,7 @@ def bcast_list_(
         kind = "a mapping: pass list(parameters.values())" if isinstance(arrays, Mapping) else "one array: pass [array]"
         raise InvalidArgument(f"{communicator.label}: bcast_list_ needs a list of arrays, got {kind}")
     named = [
-        (f"array {i}", native_array(communicator, array, f"bcast_list_, array {i}")) for i, array in enumerate(arrays)
+        (f"array {i}", communicator.native_array(array, f"bcast_list_, array {i}")) for i, array in enumerate(arrays)
     ]
     broadcast_named("bcast_list_", named, root, communicator)
 
@@ -208,7 +208,7 @@ def pack_allreduce_split(
     """
     communicator = group_or_world(group, "pack_allreduce_split")
     op = parse_reduce_method(reduce_method, "reduce_method")
-    natives = [native_array(communicator, array, "pack_allreduce_split") for array in pack_list]
+    natives = [communicator.native_array(array, "pack_allreduce_split") for array in pack_list]
     offsets = get_offsets(shapes)
     if offsets != get_offsets([native.shape for native in natives]):
         raise InvalidArgument(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from gradsync.arguments import check_integer, is_number
-from gradsync.bucketing.values import POLICIES
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp, dtype_name
@@ -40,7 +39,7 @@ class Options:
 
     def __post_init__(self) -> None:
         _check_word("missing", self.missing, ("error", "zero"))
-        _check_word("nonfinite", self.nonfinite, POLICIES)
+        _check_word("nonfinite", self.nonfinite, ("off", "raise", "skip"))
         _check_word("diverged", self.diverged, ("warn", "raise"))
         check_integer("AllreduceCallback", "check_every", self.check_every, 0)
         if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):

@@ -47,13 +47,14 @@ from gradsync.bucketing.gradient import (
 )
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.unread import UnreadResults
-from gradsync.bucketing.values import bits_of, norm_of, number_of
+from gradsync.bucketing.values import norm_of
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import (
     arrays_of,
     check_stream,
     compare,
+    exchange_floats,
     exchange_numbers,
     flats_of,
     follow_work,
@@ -174,7 +175,7 @@ class Step:
         self._plan: _Plan | None = None  # None: the gradients look different from those of the last step
         self._is_launched_by: bool | None = None  # on a GPU: whether the plan that the ranks agreed on has weights
         self._results: dict[Hashable, Any] | None = {}  # of the last step; None within a backward pass
-        self._results_end: Work = DONE
+        self._results_end: Work = DONE  # a stream waits for it: the step may have run on another one
         self._is_busy = False
         self._weight_of_pass: float | None = None
         self._divergence: Divergence | None = None  # with a communicator
@@ -385,7 +386,7 @@ class Step:
             if memory.holds(key, native):
                 value = grad
             elif beside_host:  # now, on the stream that makes it
-                self._await_last()
+                self._results_end.order()
                 arrays.assign(native, value)
                 native = value
             else:
@@ -517,10 +518,7 @@ class Step:
         self._check_overlaps(communicator)
         self._fill_missing(communicator)
         plan = self._planned()
-        if beside_host:
-            self._agree_before_launches(plan, communicator)
-        self._compare_parameters(plan)
-        op, factor = self._agreed_factor(communicator)
+        op, factor = self._agreed(plan, communicator)
         if self._total_weight == 0.0:
             return DONE
         if self._weight == 0.0:
@@ -547,6 +545,13 @@ class Step:
         if beside_host and (self._hook is not None or self._options.clip_norm is not None):
             return mark_end(communicator)  # what they have written on the current stream is the result
         return self._launched[-1] if self._launched else DONE
+
+    def _agreed(self, plan: _Plan, communicator: Communicator) -> tuple[ReduceOp, Any]:
+        """Has the ranks agree on the step, before its first bucket; see _agreed_factor."""
+        if runs_beside_host(communicator):
+            self._agree_before_launches(plan, communicator)
+        self._compare_parameters(plan)
+        return self._agreed_factor(plan, communicator)
 
     def _agree_before_launches(self, plan: _Plan, communicator: Communicator) -> None:
         """On a GPU, before the first bucket of a step: all ranks compare the step, or know that it is the plan.
@@ -612,10 +617,6 @@ class Step:
         natives = [elsewhere[key].native if key in elsewhere else self._grads[key] for key in bucket.keys]
         return natives, [self._result_of(key) for key in bucket.keys]
 
-    def _await_last(self) -> None:
-        """Makes the current stream wait for the last step, which may have run on another one."""
-        self._results_end.order()
-
     def _order_launched(self) -> None:
         """Makes the current stream wait for what was launched, and the host for results in host memory."""
         for work in self._launched:
@@ -665,7 +666,7 @@ class Step:
                 'for each parameter, or use AllreduceCallback(parameters=..., missing="zero")'
             )
         self._ensure_memory(communicator)
-        self._await_last()
+        self._results_end.order()
         arrays = arrays_of(communicator)
         for key in lacking:
             its = self._known[key]
@@ -686,21 +687,22 @@ class Step:
             else:
                 arrays.zero(native)
 
-    def _agreed_factor(self, communicator: Communicator) -> tuple[ReduceOp, Any]:
+    def _agreed_factor(self, plan: _Plan, communicator: Communicator) -> tuple[ReduceOp, Any]:
         """Returns the operator, and the factor of this rank's values; the ranks exchange their weights.
 
         On a GPU they do so on the device, and the factor is there; the host learns the sum at the end of the step.
         """
         if self._weight is None:
             return self._options.op, 1.0
-        if self._factor is None and runs_beside_host(communicator):
-            agreement = self._events.of_weights(self._planned().agreements[True][0])
+        if self._factor is not None:
+            return self._factor
+        agreement = self._events.of_weights(plan.agreements[True][0])
+        if runs_beside_host(communicator):
             factor, work, total = share_weight(communicator, self._weight, agreement)
             self._factor, self._shared_weight = (ReduceOp.SUM, factor), (work, total)
-        elif self._factor is None:
-            agreement = self._events.of_weights(self._planned().agreements[True][0])
-            rows = exchange_numbers(communicator, "backward(weight=)", [bits_of(self._weight)], agreement)
-            weights = [number_of(bits) for [bits] in rows]
+        else:
+            rows = exchange_floats(communicator, "backward(weight=)", [self._weight], agreement)
+            weights = [weight for [weight] in rows]
             self._total_weight = sum(weights)
             if self._total_weight == 0.0 or len(set(weights)) == 1:  # the plain mean, bit for bit
                 self._factor = self._options.op, 1.0
@@ -740,9 +742,7 @@ class Step:
             began = time.perf_counter()
             try:
                 self._is_busy = True
-                self._agree_before_launches(plan, communicator)
-                self._compare_parameters(plan)
-                op, factor = self._agreed_factor(communicator)
+                op, factor = self._agreed(plan, communicator)
                 self._launched.append(self._reduce_bucket(bucket, plan, communicator, op, factor))
             except BaseException as error:
                 self.fail(error)
@@ -766,13 +766,8 @@ class Step:
             reduced = self._memory.flats
         else:
             reduced = [self._result_of(key) for bucket in plan.buckets for key in bucket.keys]
-        agreement = self._events.of_norm()
-
-        def exchange(numbers: Sequence[int]) -> list[list[int]]:
-            return exchange_numbers(communicator, "norm", numbers, agreement)
-
         squares = sum(self._squares) if len(self._squares) == len(plan.buckets) else None
-        norm = norm_of(reduced, squares, communicator.rank, communicator.world_size, arrays, exchange)
+        norm = norm_of(reduced, squares, communicator, self._events.of("norm of the reduced gradients"))
         if options.clip_norm is not None:
             self.norm = norm.value
         if not norm.is_finite and options.nonfinite != "off":
@@ -816,7 +811,7 @@ class Step:
             )
         if self.unread is not None:
             self.unread.forget()
-        self._await_last()
+        self._results_end.order()
         return self._results
 
     def forget_results(self) -> None:

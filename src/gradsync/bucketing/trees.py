@@ -25,7 +25,7 @@ from gradsync.bucketing.options import Options, checked_weight
 from gradsync.bucketing.step import Step
 from gradsync.communicators.agreement import AFTER_REBUILD, array_text
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.for_bucketing import arrays_of, kept, native_array
+from gradsync.communicators.for_bucketing import arrays_of, kept
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument, PlanMismatch, describe
@@ -367,7 +367,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     leaves, structure = flatten(tree, f"{communicator.label}: broadcast_tree")
     own = dict(nodes_of(structure, iter(leaves)))
     natives = {
-        path: native_array(communicator, leaf, f"broadcast_tree, {_name(path)}")
+        path: communicator.native_array(leaf, f"broadcast_tree, {_name(path)}")
         for path, leaf in own.items()
         if _is_array(leaf)
     }

@@ -7,19 +7,17 @@ and one exchange at the end of the step gives all ranks the norm and the verdict
 from __future__ import annotations
 
 import math
-import struct
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradsync.bucketing.lists import array_module
-from gradsync.communicators.host_arrays import ArrayKind
+from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.for_bucketing import arrays_of, exchange_floats
 from gradsync.reduction import Array, part_dtype
-
-POLICIES = ("off", "raise", "skip")
-Exchange = Callable[[Sequence[int]], list[list[int]]]
 
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _WIDE = np.dtype(np.float64)  # the only parts whose squares leave the range of float64
@@ -60,31 +58,24 @@ class Norm(NamedTuple):
         return min(1.0, largest / (self.value + _CLIP_EPSILON))
 
 
-def norm_of(
-    reduced: Sequence[Array],
-    squares: float | None,
-    rank: int,
-    world_size: int,
-    arrays: ArrayKind,
-    exchange: Exchange,
-) -> Norm:
-    """Returns the Euclidean norm of arrays that are equal on all ranks.
+def norm_of(reduced: Sequence[Array], squares: float | None, communicator: Communicator, agreement: Agreement) -> Norm:
+    """Returns the Euclidean norm of arrays that are equal on all ranks. Every rank must call it.
 
     Args:
         reduced: arrays on the communicator's device.
         squares: the sum of the squares of this rank's part of them, in float64: each element is in the sum of one rank.
-            None, on all ranks: this function computes the sums.
-        rank, world_size: each rank adds up the squares of its share.
-        arrays: the functions for the arrays.
-        exchange: returns the integers of all ranks: the bits of the sums, or of a scale s and the sum of (x / s)**2.
+            None, on all ranks: each rank adds up the squares of its share here.
+        communicator: its ranks exchange the sums, or a scale s and the sum of (x / s)**2.
+        agreement: what the ranks compare.
     """
     least, most = _SAFE_SQUARES
     if squares is not None:
-        total = sum([number_of(bits) for [bits] in exchange([bits_of(squares)])])
+        total = sum([of_rank for [of_rank] in exchange_floats(communicator, "norm", [squares], agreement)])
         if least < total < most or all(part_dtype(array.dtype) != _WIDE for array in reduced):
             return Norm(1.0, math.sqrt(total))
+    arrays = arrays_of(communicator)
     flats = [arrays.flat(array) for array in reduced]
-    shares = _joined(_share_of(flats, rank, world_size))
+    shares = _joined(_share_of(flats, communicator.rank, communicator.world_size))
     # On a GPU these are sums on the device, for which the host waits once.
     scale, squares = 1.0, float(sum([arrays.sum_of_squares(share) for share in shares]))
     if not least < squares < most and any(part_dtype(share.dtype) == _WIDE for share in shares):
@@ -92,8 +83,8 @@ def norm_of(
         largest = max([float(np.abs(part).max(initial=0.0)) for part in parts])
         if 0.0 < largest < math.inf:
             scale, squares = largest, sum([float(np.square(part / largest).sum()) for part in parts])
-    rows = [(number_of(scale), number_of(squares)) for scale, squares in exchange([bits_of(scale), bits_of(squares)])]
-    rows = [(scale, squares) for scale, squares in rows if squares != 0.0]
+    rows = exchange_floats(communicator, "norm", [scale, squares], agreement)
+    rows = [row for row in rows if row[1] != 0.0]
     largest = max([scale for scale, _ in rows], default=1.0)
     return Norm(largest, math.sqrt(sum([squares * (scale / largest) ** 2 for scale, squares in rows])))
 
@@ -127,13 +118,3 @@ def _parts(share: Array) -> Any:
     """Returns real and imaginary parts in float64, on the host."""
     on_host = share.get() if hasattr(share, "get") else share
     return on_host.view(part_dtype(on_host.dtype)).astype(np.float64)
-
-
-def bits_of(number: float) -> int:
-    """Returns the bits of a float64 as an integer."""
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
-
-
-def number_of(bits: int) -> float:
-    """Returns the float64 of these bits."""
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
+
 from gradsync.communicators.agreement import Agreement, LayoutsDiffer, digest_of
-from gradsync.communicators.backend import Launch
 from gradsync.communicators.collectives import BYTE, is_fortran
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_arrays import ArrayKind
@@ -57,42 +58,31 @@ def reduce_list(
         pairs = enumerate(zip(natives, targets, strict=True))
         turned = [number for number, (native, target) in pairs if native is target and is_fortran(native)]
     backend = communicator._backend
-    with communicator._lifetime.turn("all_reduce", agreement), backend.launching(None, after) as launch:
-        try:
-            _reduce_list(communicator, natives, targets, turned, op, agreement, factor, launch, squares)
-        except LayoutsDiffer:  # on all ranks
-            _reduce_list(communicator, natives, targets, (), op, agreement, factor, launch, squares)
-    return launch
 
-
-def _reduce_list(
-    communicator: Communicator,
-    natives: Sequence[Array],
-    targets: Sequence[Array] | None,
-    turned: Sequence[int],
-    op: ReduceOp,
-    agreement: Agreement,
-    factor: Any,
-    launch: Launch,
-    squares: list[float] | None,
-) -> None:
-    """See reduce_list. The arrays with the numbers `turned` are reduced as they lie, in Fortran order."""
-    flats = natives
-    if targets is not None:
-        if turned:
+    def reduce(turned: Sequence[int], agreement: Agreement) -> None:
+        """Reduces them; the arrays with the numbers `turned` as they lie, in Fortran order."""
+        own, into = natives, targets
+        if into is not None and turned:
             agreement = agreement._replace(layout=digest_of("in Fortran order", turned))
-            natives, targets = list(natives), list(targets)
+            own, into = list(natives), list(into)
             for number in turned:
-                natives[number] = targets[number] = natives[number].T
-        launch.keep(*natives)
-        flats = flats_of(communicator, natives, targets)
-    backend = communicator._backend
-    if squares is None:
-        backend.all_reduce(flats, flats, op, agreement, factor)
-    elif (own := backend.all_reduce_with_squares(flats, op, agreement, factor)) is not None:
-        squares.append(own)
-    for flat, target in zip(flats, targets or (), strict=False):
-        launch.write_back(flat, target)
+                own[number] = into[number] = natives[number].T
+        flats = own if into is None else flats_of(communicator, own, into)
+        if squares is None:
+            backend.all_reduce(flats, flats, op, agreement, factor)
+        elif (of_part := backend.all_reduce_with_squares(flats, op, agreement, factor)) is not None:
+            squares.append(of_part)
+        for flat, target in zip(flats, into or (), strict=False):
+            launch.write_back(flat, target)
+
+    with communicator._lifetime.turn("all_reduce", agreement), backend.launching(None, after) as launch:
+        if targets is not None:
+            launch.keep(*natives)
+        try:
+            reduce(turned, agreement)
+        except LayoutsDiffer:  # on all ranks
+            reduce((), agreement)
+    return launch
 
 
 def exchange_numbers(
@@ -102,6 +92,16 @@ def exchange_numbers(
     check_stream(communicator, what)
     with communicator._lifetime.turn(what, agreement):
         return communicator._backend.share_numbers(numbers, agreement)
+
+
+def exchange_floats(
+    communicator: Communicator, what: str, numbers: Sequence[float], agreement: Agreement
+) -> list[list[float]]:
+    """Compares the agreement, and returns the float64 numbers of each rank. Every rank must call it."""
+    bits = np.array(numbers, np.float64).view(np.int64).tolist()
+    rows: Array = np.array(exchange_numbers(communicator, what, bits, agreement), np.int64)
+    floats: list[list[float]] = rows.view(np.float64).tolist()
+    return floats
 
 
 def compare(communicator: Communicator, agreement: Agreement) -> None:
@@ -142,12 +142,6 @@ def kept(communicator: Communicator) -> dict[Any, Any]:
 def arrays_of(communicator: Communicator) -> ArrayKind:
     """Returns the functions for the arrays of a communicator's device."""
     return communicator._arrays
-
-
-def native_array(communicator: Communicator, array: Any, what: str) -> Array:
-    """Returns a NumPy or CuPy array over the same memory; see Collectives.native_array."""
-    native: Array = communicator.native_array(array, what)
-    return native
 
 
 def flats_of(communicator: Communicator, natives: Sequence[Array], targets: Sequence[Array]) -> list[Array]:
