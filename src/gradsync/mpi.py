@@ -43,78 +43,69 @@ PROC_NULL, ANY_SOURCE, UNDEFINED = -1, -2, -32766
 IDENT, CONGRUENT, SIMILAR, UNEQUAL = range(4)
 _LARGEST_TAG = 2**31 - 1
 
-# What is not there: the beginning of a name -> what to use.
-_INSTEAD = {
+# What is not there: the beginnings of names -> what to use.
+_ROWS = {
     "Win": "Send and Recv; windows need MPI",
     "File": "a file for each rank, or MPI.File of mpi4py",
     "Create_cart": "Split, and neighbours computed from Get_rank(); at an open end PROC_NULL",
-    "Create_graph": "Split, and neighbours computed from Get_rank()",
-    "Create_dist_graph": "Split, and neighbours computed from Get_rank()",
+    "Create_graph Create_dist_graph": "Split, and neighbours computed from Get_rank()",
+    "Get_topology Cart_map Graph_map topology is_topo": "Split, and neighbours computed from Get_rank()",
+    "Compute_dims": "a shape of your own, such as [size // n, n]",
     "Create_intercomm": "one communicator of all ranks, and Split",
     "Spawn": "more ranks from the start: gradsync run -n",
-    "Connect": "one job with all ranks",
-    "Accept": "one job with all ranks",
-    "Probe": "recv(), which takes an object of any size, or a Recv into a buffer that is large enough",
-    "Scan": "allgather, and add up what the lower ranks have",
-    "Exscan": "allgather, and add up what the lower ranks have",
-    "Bsend": "Isend, and Wait when the buffer is needed again",
-    "Alltoallw": "Alltoallv",
-    "Waitsome": "Waitany",
-    "Testsome": "Testany",
-    "Send_init": "Isend in each round",
-    "Recv_init": "Irecv in each round",
-    "Set_errhandler": "try and except: errors are always raised, so leave it out",
-    "Set_name": "a name of your own: that of a communicator stays",
-    "Set_attr": "a dict of your own",
-    "Translate_ranks": "allgather(MPI.COMM_WORLD.Get_rank()) on the smaller communicator",
-    "Create_vector": "a contiguous copy of the array: np.ascontiguousarray(part)",
-    "Get_version": "MPI.Get_library_version()",
-    "get_vendor": "MPI.Get_library_version()",
-    "Compute_dims": "a shape of your own, such as [size // n, n]",
-    "Get_topology": "Split, and neighbours computed from Get_rank()",
-    "Init_thread": "Init",
-    "Idup": "Dup",
+    "Connect Accept": "one job with all ranks",
+    "Probe Iprobe Mprobe Improbe probe iprobe mprobe improbe": (
+        "recv(), which takes an object of any size, or a Recv into a buffer that is large enough"
+    ),
+    "Scan Exscan scan exscan": "allgather, and add up what the lower ranks have",
+    "Bsend Ibsend": "Isend, and Wait when the buffer is needed again",
     "Rsend": "Send",
     "Irsend": "Isend",
     "Isendrecv": "Irecv and Isend, and Waitall",
     "Isendrecv_replace": "Irecv and Isend of a copy, and Waitall",
+    "Send_init": "Isend in each round",
+    "Recv_init": "Irecv in each round",
+    "Cancel": "a message that the receiver can tell from the others by its tag",
+    "Alltoallw": "Alltoallv",
+    "Waitsome": "Waitany",
+    "Testsome": "Testany",
+    "Set_errhandler Get_errhandler ERRORS_RETURN ERRORS_ARE_FATAL": (
+        "try and except: errors are always raised, so leave it out"
+    ),
     "Call_errhandler": "raise",
+    "Set_name": "a name of your own: that of a communicator stays",
+    "Set_attr Get_attr Create_keyval Delete_attr": "a dict of your own",
+    "Info INFO_NULL Get_info": "the call without it",
+    "Translate_ranks": "allgather(MPI.COMM_WORLD.Get_rank()) on the smaller communicator",
+    "Range_incl": "Incl(range(...))",
+    "Range_excl": "Excl(range(...))",
+    "Union Intersection Difference Intersect": "Incl of a group, with the ranks listed",
+    "Create_vector Create_contiguous Create_hvector Create_indexed Create_indexed_block Create_hindexed Create_struct "
+    "Create_subarray Create_resized": "a contiguous copy of the array: np.ascontiguousarray(part)",
     "Commit": "the array as it is: types need no Commit",
     "Pack": "pickle, or np.concatenate of views as np.uint8",
     "Unpack": "pickle, or views of one np.uint8 array",
+    "PACKED WCHAR": "MPI.BYTE, and array.view(np.uint8)",
     "Alloc_mem": "np.empty",
-    "Info": "the call without it",
-    "DOUBLE_INT": "allreduce of the pair (value, place) with MPI.MAXLOC or MINLOC",
-    "LONG_DOUBLE": "MPI.DOUBLE, and arrays of float64",
-    "C_LONG_DOUBLE_COMPLEX": "MPI.C_DOUBLE_COMPLEX, and arrays of complex128",
-    "PACKED": "MPI.BYTE, and array.view(np.uint8)",
-    "Range_incl": "Incl(range(...))",
-    "Range_excl": "Excl(range(...))",
-    "Union": "Incl of a group, with the ranks listed",
+    "DOUBLE_INT FLOAT_INT LONG_INT SHORT_INT INT_INT TWOINT": (
+        "allreduce of the pair (value, place) with MPI.MAXLOC or MINLOC"
+    ),
+    "LONG_DOUBLE REAL16": "MPI.DOUBLE, and arrays of float64",
+    "C_LONG_DOUBLE_COMPLEX COMPLEX32": "MPI.C_DOUBLE_COMPLEX, and arrays of complex128",
+    "Get_version get_vendor": "MPI.Get_library_version()",
+    "Init_thread": "Init",
+    "Idup": "Dup",
     "Disconnect": "Free",
-    "Cancel": "a message that the receiver can tell from the others by its tag",
+    **{
+        f"I{name}": f"{name.capitalize()}, or comm.communicator.asynchronous.{ours}"
+        for name, ours in {
+            **{"bcast": "broadcast", "barrier": "barrier", "reduce": "reduce", "reduce_scatter": "reduce_scatter"},
+            **{"reduce_scatter_block": "reduce_scatter", "gather": "gather", "scatter": "scatter"},
+            **{"allgather": "all_gather", "alltoall": "all_to_all"},
+        }.items()
+    },
 }
-_INSTEAD |= dict.fromkeys(("Iprobe", "Mprobe", "Improbe", "probe", "iprobe", "mprobe", "improbe"), _INSTEAD["Probe"])
-_INSTEAD |= {"scan": _INSTEAD["Scan"], "exscan": _INSTEAD["Exscan"], "Ibsend": _INSTEAD["Bsend"]}
-_INSTEAD |= dict.fromkeys(("ERRORS_RETURN", "ERRORS_ARE_FATAL", "Get_errhandler"), _INSTEAD["Set_errhandler"])
-_INSTEAD |= dict.fromkeys(("Get_attr", "Create_keyval", "Delete_attr"), _INSTEAD["Set_attr"])
-_INSTEAD |= dict.fromkeys(("Cart_map", "Graph_map", "topology", "is_topo"), _INSTEAD["Get_topology"])
-_INSTEAD |= dict.fromkeys(("FLOAT_INT", "LONG_INT", "SHORT_INT", "INT_INT", "TWOINT"), _INSTEAD["DOUBLE_INT"])
-_INSTEAD |= {"REAL16": _INSTEAD["LONG_DOUBLE"], "COMPLEX32": _INSTEAD["C_LONG_DOUBLE_COMPLEX"]}
-_INSTEAD |= {"WCHAR": _INSTEAD["PACKED"], "INFO_NULL": _INSTEAD["Info"], "Get_info": _INSTEAD["Info"]}
-_INSTEAD |= dict.fromkeys(("Intersection", "Difference", "Intersect"), _INSTEAD["Union"])
-_INSTEAD |= {
-    f"Create_{kind}": _INSTEAD["Create_vector"]
-    for kind in ("contiguous", "hvector", "indexed", "indexed_block", "hindexed", "struct", "subarray", "resized")
-}
-_INSTEAD |= {
-    f"I{name}": f"{name.capitalize()}, or comm.communicator.asynchronous.{ours}"
-    for name, ours in {
-        **{"bcast": "broadcast", "barrier": "barrier", "reduce": "reduce", "reduce_scatter": "reduce_scatter"},
-        **{"reduce_scatter_block": "reduce_scatter", "gather": "gather", "scatter": "scatter"},
-        **{"allgather": "all_gather", "alltoall": "all_to_all"},
-    }.items()
-}
+_INSTEAD = {name: advice for names, advice in _ROWS.items() for name in names.split()}
 
 
 def _missing(owner: str, name: str) -> NoReturn:
