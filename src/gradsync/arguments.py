@@ -120,8 +120,3 @@ def is_loopback(host: str) -> bool:
     """Whether a host is "localhost" or a loopback address; other names are not looked up."""
     names = r"localhost|ip6-localhost|ip6-loopback|::1|(::ffff:)?127(\.[0-9]{1,3}){1,3}"
     return re.fullmatch(names, host, re.IGNORECASE) is not None
-
-
-def port_beside(port: int) -> int:
-    """Returns the rendezvous server's port for a MASTER_PORT: MASTER_PORT + 1, or 65534 if MASTER_PORT is 65535."""
-    return port + 1 if port < LARGEST_PORT else port - 1

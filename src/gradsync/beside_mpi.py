@@ -21,21 +21,20 @@ from gradsync.arguments import DEFAULT_COLLECTIVE_TIMEOUT_SECONDS, DEFAULT_TIMEO
 from gradsync.backend_choice import agree_and_connect, choose_before_joining, connect
 from gradsync.backends import BACKENDS, unknown_backend
 from gradsync.communicators import failures
-from gradsync.communicators.agreement import digest_of
+from gradsync.communicators.agreement import machine_digest
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.lifetime import culprit_of
 from gradsync.communicators.mpi import job
 from gradsync.environment import ALLOW_SHARED_GPU, BACKEND, COLLECTIVE_TIMEOUT_SECONDS
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, describe, uncaught_error
 from gradsync.launchers import CONNECT_SRUN, FROM_MPI, SLURM, RankEnvironment, WorldSettings, read_environment
-from gradsync.machine import address_for_others, count_gpus, machine_identity, own_addresses
+from gradsync.machine import address_for_others, count_gpus, own_addresses
 from gradsync.rendezvous.client import RendezvousClient
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
 
 _LOOPBACK = "127.0.0.1"
-_MOST_ADDRESSES = 8
 _NAME_CHARACTERS = 40
 _LEAVING_SECONDS = 5.0  # how long a rank waits at exit for its messages, and one that hosts a server for the others
 _FAILED_SECONDS = 0.5  # likewise after an error, of which the server first tells the others
@@ -141,7 +140,8 @@ def _meet(mpi: Any, comm: Any, label: str, deadline: float) -> list[str]:
 
     def answer(rows: list[str]) -> list[str]:
         machines = [row.partition(" ")[0] for row in rows]
-        host = _LOOPBACK if len(set(machines)) == 1 else _host_for(label, [row.split(" ")[1:] for row in rows])
+        is_here = len(set(machines)) == 1
+        host = _LOOPBACK if is_here else address_for_others(f"{label}: from_mpi", [row.split()[1:] for row in rows])
         server, secret = _hosted(host)
         server.make_room_for(len(rows))
         named = " ".join(comm.Get_name().split())[:_NAME_CHARACTERS]  # in one line, as the answers are lines
@@ -149,8 +149,7 @@ def _meet(mpi: Any, comm: Any, label: str, deadline: float) -> list[str]:
         count = Counter(machines)
         return [f"{server.address}\n{secret.hex()}\n{name}\n{count[machine]}" for machine in machines]
 
-    machine = digest_of("machine", machine_identity() or os.uname().nodename)
-    mine = " ".join([f"{machine:016x}", *own_addresses()[:_MOST_ADDRESSES]])
+    mine = " ".join([f"{machine_digest():016x}", *own_addresses()])
     return job.ask_rank_0(mpi, comm, "from_mpi", label, mine, answer, deadline).split("\n")
 
 
@@ -164,16 +163,6 @@ def _hosted(host: str) -> tuple[RendezvousServer, bytes]:
         server.start()
         _servers[host] = server, secret
     return _servers[host]
-
-
-def _host_for(label: str, addresses: list[list[str]]) -> str:
-    """Returns the address from which this machine, that of rank 0, sends to the others."""
-    mine = addresses[0]
-    if (address := address_for_others(mine, [each for theirs in addresses for each in theirs])) is not None:
-        return address
-    raise BackendUnavailable(
-        f"{label}: from_mpi: this machine ({', '.join(mine) or 'no address'}) has no route to the other machines"
-    )
 
 
 def _checked_mpi(comm: Any) -> Any:

@@ -13,7 +13,8 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from gradsync.errors import BackendUnavailable, InvalidArgument
@@ -31,6 +32,7 @@ BLAS_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
 )
 _ANY_PORT = 9  # no data is sent to this port
+_MOST_OWN_ADDRESSES = 8  # ranks tell each other theirs
 _CHECK_EVERY_SECONDS = 0.02
 # Source: netdevice(7) on SIOCGIFCONF. _IFREQ_BYTES is the size of struct ifreq on 64-bit Linux.
 _SIOCGIFCONF, _IFREQ_BYTES, _MOST_ADDRESSES = 0x8912, 40, 1000
@@ -411,21 +413,30 @@ def address_towards(host: str, port: int) -> str | None:
         return None
 
 
-def address_for_others(mine: Sequence[str], others: Iterable[str]) -> str | None:
-    """Returns the one of this machine's addresses from which it sends to another machine; None if there is no route.
+def address_for_others(label: str, addresses: Sequence[Sequence[str]], advice: str = "") -> str:
+    """Returns the one of this machine's addresses from which it sends to the other machines of a job.
 
     Args:
-        mine: the addresses of this machine.
-        others: those of the machines of a job; this one's may be among them.
+        label: this rank, for the error.
+        addresses: those of each rank's machine; the first are this machine's.
+        advice: the end of the error.
+
+    Raises:
+        BackendUnavailable: there is no route to any of them.
     """
-    for other in dict.fromkeys(others):
-        if other not in mine and (address := address_towards(other, _ANY_PORT)) in mine:
+    mine = addresses[0]
+    others = [each for each in dict.fromkeys(chain.from_iterable(addresses)) if each not in mine]
+    for other in others:
+        if (address := address_towards(other, _ANY_PORT)) is not None and address in mine:
             return address
-    return None
+    raise BackendUnavailable(
+        f"{label}: this machine ({', '.join(mine) or 'no address'}) has no route to the other machines of the job "
+        f"({', '.join(others) or 'no addresses'}){advice}"
+    )
 
 
 def own_addresses() -> list[str]:
-    """Returns the numeric addresses at which other machines may reach this machine, IPv4 first.
+    """Returns the numeric addresses at which other machines may reach this machine, at most eight, IPv4 first.
 
     The list leaves out loopback addresses, link-local addresses and addresses of container bridges, because many
     machines have the same addresses of these kinds.
@@ -438,7 +449,7 @@ def own_addresses() -> list[str]:
         for name, address in found
         if not address.is_loopback and not address.is_link_local and not name.startswith(_OF_CONTAINERS)
     ]
-    return [str(address) for address in sorted(usable, key=lambda address: address.version)]
+    return [str(address) for address in sorted(usable, key=lambda address: address.version)[:_MOST_OWN_ADDRESSES]]
 
 
 def addresses() -> Iterator[tuple[str, bytes]]:

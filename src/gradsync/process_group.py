@@ -33,7 +33,7 @@ from gradsync.backend_choice import (
 )
 from gradsync.backends import TABLE, unknown_backend
 from gradsync.bucketing import begin_anew, take_forgotten
-from gradsync.communicators.agreement import digest_of
+from gradsync.communicators.agreement import machine_digest
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.groups import NonMember
 from gradsync.communicators.lifetime import culprit_of
@@ -79,7 +79,6 @@ from gradsync.launchers import (
     no_rank_is_known,
     read_environment,
 )
-from gradsync.machine import machine_identity
 from gradsync.words import refuse_keywords
 
 if TYPE_CHECKING:  # not imported at run time: a world of one rank does not need it, and should start fast
@@ -612,8 +611,7 @@ def _connect_world(
 
 def _compare(client: RendezvousClient, settings: WorldSettings, steps: int) -> tuple[WorldSettings, list[int]]:
     """Returns the settings of a rebuilt world, and how many steps each rank has completed."""
-    machine = digest_of("machine", machine_identity() or os.uname().nodename)
-    mine = f"{steps} {machine}".encode()
+    mine = f"{steps} {machine_digest()}".encode()
     rows = [row.split() for row in client.exchange("rebuilt", mine, timeout_seconds=settings.timeout_seconds)]
     here = [row[1] for row in rows].count(rows[client.rank][1])
     place = settings.place._replace(rank=client.rank, world_size=client.world_size, local_world_size=here)

@@ -7,6 +7,7 @@ and a remedy.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradsync.errors import PlanMismatch, caller, name_ranks, size_text
+from gradsync.machine import machine_identity
 
 try:
     from _blake2 import blake2b  # hashlib's implementation, without OpenSSL, which takes 4 ms to load
@@ -146,6 +148,11 @@ def digest_of(*parts: object) -> int:
     """Returns a 64-bit digest of the arguments' repr()."""
     text = "\x1f".join(map(repr, parts))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def machine_digest() -> int:
+    """Returns a 64-bit number that all processes of this machine have, and those of other machines have not."""
+    return digest_of("machine", machine_identity() or os.uname().nodename)
 
 
 @lru_cache(maxsize=4096)

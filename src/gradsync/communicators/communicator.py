@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from gradsync.arguments import integer_of
-from gradsync.communicators.agreement import LayoutsDiffer, agreement_on, digest_of
+from gradsync.communicators.agreement import LayoutsDiffer, agreement_on, machine_digest
 from gradsync.communicators.backend import Backend, Launch, Message
 from gradsync.communicators.collectives import Collectives
 from gradsync.communicators.groups import CommunicatorTree, NonMember, await_members, listed, reporting_failures
@@ -17,7 +17,6 @@ from gradsync.communicators.lifetime import Lifetime, culprit_of
 from gradsync.communicators.messages import Messages
 from gradsync.errors import CommunicatorClosed, InvalidArgument, PlanMismatch, describe
 from gradsync.futures import CollectiveFuture, LoggedFuture, Work, refuse_in_callback
-from gradsync.machine import machine_identity
 from gradsync.words import no_attribute
 
 if TYPE_CHECKING:
@@ -227,10 +226,7 @@ class Communicator(Collectives):
         Raises:
             RendezvousTimeout, BackendUnavailable: as for new_group.
         """
-        import socket  # imported here to keep the start of a rank short
-
-        machine = digest_of("machine", machine_identity() or socket.gethostname())
-        return cast(Communicator, self.split(machine - 2**63))  # not a NonMember, because this rank passes a color
+        return cast(Communicator, self.split(machine_digest() - 2**63))  # no NonMember, as this rank passes a color
 
     def share_numbers(self, what: str, numbers: Sequence[int]) -> list[list[int]]:
         """All-gathers 64-bit integers, equally many on each rank, for the method `what`. For gradsync's own use."""

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from gradsync import environment
 from gradsync.arguments import (
     DEFAULT_GRACE_SECONDS,
+    LARGEST_PORT,
     check_integer,
     check_port,
     check_seconds,
     integer_of,
     parse_address,
-    port_beside,
 )
 from gradsync.environment import ALLOW_SHARED_GPU
 from gradsync.errors import BackendUnavailable, InvalidArgument
@@ -134,7 +134,8 @@ class Job:
         if self.shared is not None:
             host, port = parse_address(self.shared[0].address)
             self.own_address = address_towards(host, port)
-            self.master_port = self.master_port or port_beside(port)
+            # The same on all machines, as this process knows no other port that is.
+            self.master_port = self.master_port or (port + 1 if port < LARGEST_PORT else port - 1)
 
 
 def _split_wrapper(text: str) -> tuple[str, ...]:

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradsync.arguments import check_address, is_loopback, join_address, parse_address
-from gradsync.environment import ADDRESS, SECRET_FILE, has_secret, read_secret, value_of
+from gradsync.environment import ADDRESS, SECRET_FILE, has_secret, log_warning, read_secret, value_of
 from gradsync.errors import (
     AuthenticationError,
-    BackendUnavailable,
     InvalidArgument,
     RendezvousTimeout,
 )
@@ -43,8 +42,6 @@ _LOOPBACK = "127.0.0.1"
 _FROM_MASTER = "MASTER_ADDR and MASTER_PORT"  # the source of an address
 _TRY_SECONDS = 2.0  # how long a rank tries to reach the server that rank 0's file names, before it reads the file again
 _LOOK_SECONDS = 0.01  # long enough to read the file once
-_MAX_SHARED_ADDRESSES = 8
-_ANY_PORT = 9  # no data is sent to this port
 _FIRST_PORT = _PORTS = 15_000
 
 #: How ranks ask rank 0 over MPI, without the rendezvous: takes this rank's text, what rank 0 answers to the texts of
@@ -299,18 +296,14 @@ def _start_hosting(
 
 def _reachable(name: str) -> str:
     """Returns an address of this machine's name that other machines reach; warns if it has none."""
-    found = list(dict.fromkeys([str(each[4][0]) for each in look_up(name, _ANY_PORT)]))
+    found = list(dict.fromkeys([str(each[4][0]) for each in look_up(name, 0)]))
     for address in found:
         if not is_loopback(address):
             return address
-    import logging  # imported here to keep the start of a rank short
-
-    logging.getLogger("gradsync").warning(
-        "gradsync: %s%s, which is %s on this machine, where other machines cannot reach it: set MASTER_ADDR to this "
-        "machine's address in the network, or correct /etc/hosts",
-        "MASTER_ADDR=" if value_of(os.environ, "MASTER_ADDR") else "the first host of Slurm's list of nodes is ",
-        name,
-        " and ".join(found),
+    what = "MASTER_ADDR=" if value_of(os.environ, "MASTER_ADDR") else "the first host of Slurm's list of nodes is "
+    log_warning(
+        f"gradsync: {what}{name}, which is {' and '.join(found)} on this machine, where other machines cannot reach "
+        "it: set MASTER_ADDR to this machine's address in the network, or correct /etc/hosts"
     )
     return name
 
@@ -366,13 +359,8 @@ def _connect(
 def _wait_for_rank_0(point: RendezvousPoint, stale: Endpoint | None, own: RankEnvironment, deadline: float) -> Endpoint:
     path = secret_path(point.name)
     who = f"rank {own.rank}/{own.world_size}"
-
-    def notice() -> None:
-        import logging  # imported here to keep the start of a rank short
-
-        logging.getLogger("gradsync").warning("gradsync: %s waits for rank 0 to start hosting %s", who, point.name)
-
-    found = wait_for(path, stale, deadline, notice)
+    notice = f"gradsync: {who} waits for rank 0 to start hosting {point.name}"
+    found = wait_for(path, stale, deadline, lambda: log_warning(notice))
     if found is None:
         raise RendezvousTimeout(
             f"{who}: rank 0 did not start hosting {point.name} on this machine before the deadline (no new file "
@@ -394,28 +382,18 @@ def _ask_over_mpi(
     def answer(rows: list[str]) -> list[str]:
         nonlocal hosted
         if hosted is None:
-            host = _LOOPBACK if is_here else _host_for(own, [row.split() for row in rows])
+            label, advice = f"rank {own.rank}/{own.world_size}", '; on every rank pass address="host:port", an address '
+            advice += f"that rank 0 can bind, and set {SECRET_FILE}"
+            host = _LOOPBACK if is_here else address_for_others(label, [row.split() for row in rows], advice)
             # A secret that outlives the run never goes over MPI, where other users could read it.
             hosted = _start_hosting(point, own, None, host, is_found_by_file=False)
         return [f"{hosted.endpoint.address}\n{hosted.endpoint.secret.hex()}"] * len(rows)
 
     try:
-        addresses = [] if is_here else own_addresses()[:_MAX_SHARED_ADDRESSES]
+        addresses = [] if is_here else own_addresses()
         address, secret = ask(" ".join(addresses), answer, deadline).split("\n")
     except BaseException:
         if hosted is not None and hosted is not kept:
             hosted.close(wait_seconds=0.0)
         raise
     return hosted or JoinedRendezvous(point, own.world_size, Endpoint(address, bytes.fromhex(secret)))
-
-
-def _host_for(own: RankEnvironment, addresses: list[list[str]]) -> str:
-    """Returns the address from which this machine, that of rank 0, sends to the others."""
-    mine, others = addresses[0], [address for theirs in addresses for address in theirs]
-    if (address := address_for_others(mine, others)) is not None:
-        return address
-    raise BackendUnavailable(
-        f"rank {own.rank}/{own.world_size}: this machine ({', '.join(mine) or 'no address'}) has no route to any "
-        f"other machine of the job ({', '.join(dict.fromkeys(others)) or 'no addresses'}); on every rank pass "
-        f'address="host:port", an address that rank 0 can bind, and set {SECRET_FILE}'
-    )
