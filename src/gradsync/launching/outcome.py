@@ -102,11 +102,18 @@ class RankOutcome:
         return f": the kernel's out-of-memory killer ended it; it had used {size_text(self.peak_bytes)}"
 
 
-class Rebuilds(NamedTuple):
-    """The new worlds that ranks have formed by `gs.rebuild()`: how many, and the seconds that they cost in all."""
+class FormedWorld(NamedTuple):
+    """A world that ranks have formed.
 
-    number: int = 0
-    seconds: float = 0.0
+    Attributes:
+        number: counted from 1, which is the world that all ranks have formed at their start.
+        ranks: its ranks, by their numbers at the launch.
+        seconds: how long it took since the failure.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    seconds: float
 
 
 class Outcome(NamedTuple):
@@ -120,8 +127,7 @@ class Outcome(NamedTuple):
         earlier: how the earlier processes of ranks that were started again ended.
         needed: how many ranks of this launcher have to end well; None means all.
         min_ranks: how many ranks of the run have to end well; None means all.
-        rebuilds: the new worlds that the ranks have formed.
-        went_on: without `min_ranks`: how many ranks had formed a new world when the launcher ended them; 0 if none had.
+        worlds: those that the ranks have formed, as far as this launcher knows.
         is_state_lost: whether all ranks have failed that had the state of the training, though new ones were there.
     """
 
@@ -131,9 +137,13 @@ class Outcome(NamedTuple):
     earlier: tuple[RankOutcome, ...] = ()
     needed: int | None = None
     min_ranks: int | None = None
-    rebuilds: Rebuilds = Rebuilds()
-    went_on: int = 0
+    worlds: tuple[FormedWorld, ...] = ()
     is_state_lost: bool = False
+
+    @property
+    def rebuilt(self) -> list[FormedWorld]:
+        """The worlds that the ranks have formed after that of their start."""
+        return [world for world in self.worlds if world.number > 1]
 
     @property
     def failures(self) -> list[RankOutcome]:
@@ -269,9 +279,9 @@ def _death_text(rank: RankOutcome) -> str:
 
 def _summary(outcome: Outcome) -> str:
     """Returns the last line of the report of a run that ended well without some ranks."""
-    rebuilds = outcome.rebuilds
-    cost = f" and {count(rebuilds.number, 'rebuild')} of {rebuilds.seconds:.2f} s" if rebuilds.number else ""
-    cost += " in all" if rebuilds.number > 1 else ""
+    seconds = [world.seconds for world in outcome.rebuilt]
+    cost = f" and {count(len(seconds), 'rebuild')} of {sum(seconds):.2f} s" if seconds else ""
+    cost += " in all" if len(seconds) > 1 else ""
     well = f"{outcome.ended_well} of {count(len(outcome.ranks), 'rank')} ended well"
     return f"gradsync: {well}, after {count(len(outcome.failures), 'failure')}{cost}\n"
 
@@ -281,14 +291,14 @@ def _too_few(outcome: Outcome) -> str:
     if outcome.signal_number is not None:
         return ""
     if outcome.min_ranks is None:
-        if not outcome.went_on:
+        sizes = [len(world.ranks) for world in outcome.worlds]
+        if not sizes or sizes[-1] >= sizes[0]:
             return ""
-        them = count(outcome.went_on, "rank")
-        option = f"gradsync run --min-ranks {outcome.went_on}"
+        them, option = count(sizes[-1], "rank"), f"gradsync run --min-ranks {sizes[-1]}"
         return f"gradsync: gs.rebuild() had made a new world of {them}: with {option} they would have gone on\n"
     dead = [rank for rank in outcome.failures if not rank.was_asked_to_end and rank.went_on_after is None]
     lines = [f"gradsync: {rank.describe()}\n" for rank in dead if rank.error is None and rank is not outcome.root_cause]
-    if not outcome.rebuilds.number and any(rank.error is not None and rank.error.is_consequence for rank in dead):
+    if not outcome.rebuilt and any(rank.error is not None and rank.error.is_consequence for rank in dead):
         lines.append(
             "gradsync: to go on without a rank, the others need to catch gs.RankFailed and gs.CollectiveTimeout, and "
             "to call gs.rebuild()\n"

@@ -20,19 +20,18 @@ import selectors
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradsync.environment import check_variables
 from gradsync.errors import BackendUnavailable, count
 from gradsync.launching.in_rank.guard import WARNING
 from gradsync.launching.job import Job, log_added_variables, rank_environment
-from gradsync.launching.outcome import OomWatch, Outcome, RankOutcome, Rebuilds, failure_text
+from gradsync.launching.outcome import FormedWorld, OomWatch, Outcome, RankOutcome, failure_text
 from gradsync.launching.output import REPORT_SECONDS, Notices
 from gradsync.launching.rank_process import RankProcess, start_record
 from gradsync.launching.signals import SignalInbox
-from gradsync.launching.survivors import Lost, News, Rebuilt
 from gradsync.machine import HOW_TO_RAISE_THE_LIMIT, reserve_port
 from gradsync.rendezvous.secret_files import Endpoint
 from gradsync.rendezvous.sockets import bind_listener, format_address, raise_limit
@@ -129,6 +128,35 @@ class _Ending:
         return number
 
 
+class _Lost(NamedTuple):
+    """A rank that lives, and that the others have given up: the launcher has to end it; and the reason, in words."""
+
+    rank: int
+    why: str
+
+
+class _News:
+    """What the server tells of the ranks, in its own thread, until the supervisor's loop reads it.
+
+    Attributes:
+        descriptor: readable while there is something to read.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._news: deque[_Lost | FormedWorld] = deque()
+
+    def put(self, news: _Lost | FormedWorld) -> None:
+        self._news.append(news)
+        os.eventfd_write(self.descriptor, 1)
+
+    def read(self) -> list[_Lost | FormedWorld]:
+        """Returns what has come since the last call, without waiting."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.descriptor)
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+
 class Supervisor:
     """Runs the ranks of a job once, in two steps: `start` and `finish`. The caller can do other work in between.
 
@@ -166,6 +194,8 @@ class Supervisor:
         self.ranks: list[RankProcess] = []
         self._running: dict[int, RankProcess] = {}
         self._named_to_server: set[int] = set()  # process ids that the server knows
+        self._news: _News | None = None  # of the server, if it is here
+        self._worlds: list[FormedWorld] = []  # that the ranks have formed, if the server is here
         self._n_failures = 0
         self._has_failed = False  # whether the run has failed; it may survive failures
         self._signal_number: int | None = None  # the signal that ends the job, once one has come
@@ -174,16 +204,12 @@ class Supervisor:
         self._gave_up = False
         # If the others go on without a rank that fails:
         self._began = time.monotonic()
-        self._news: News | None = None  # of the server, if it is here
         self._respawns_left = job.respawns
         self._letting_go: dict[RankProcess, _Ending] = {}  # ranks that have failed, and may still run
         self._waiting: set[RankProcess] = set()  # ranks that were started again, and are in no world yet
         self._earlier: list[RankOutcome] = []
         self._tails: dict[RankOutcome, Callable[[], list[str]]] = {}
-        self._last_world: Rebuilt | None = None
-        self._is_state_lost = False  # whether all ranks have failed that were in it
-        self._rebuilds = Rebuilds()
-        self._sizes = [job.world_size]  # without `min_ranks`: the sizes of the worlds that ranks have formed
+        self._is_state_lost = False  # whether all ranks have failed that were in the last world
 
     def __enter__(self) -> Supervisor:
         return self
@@ -220,8 +246,9 @@ class Supervisor:
             self._memory = OomWatch()
             self._selector = selectors.DefaultSelector()
             self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._handle_signals)
-            if job.min_ranks is not None and listener is not None:
-                self._news = self._stack.enter_context(News())
+            if listener is not None:
+                self._news = _News()
+                self._stack.callback(os.close, self._news.descriptor)
                 self._selector.register(self._news.descriptor, selectors.EVENT_READ, self._handle_news)
             if self._make_output is not None:
                 self._output = self._make_output(self._restart)
@@ -247,7 +274,8 @@ class Supervisor:
         # The server starts after the ranks, because their interpreters start meanwhile. A connection that comes before
         # the server runs waits in the listener's backlog.
         if listener is not None:
-            self._stack.enter_context(self._serving(endpoint, listener))
+            assert self._news is not None
+            self._stack.enter_context(self._serving(endpoint, listener, self._news))
         if self._output is not None:
             self._output.start()
         if self._restart == 0:
@@ -280,22 +308,20 @@ class Supervisor:
                 self._selector.register(descriptor, selectors.EVENT_READ, rank)
 
     @contextlib.contextmanager
-    def _serving(self, endpoint: Endpoint, listener: socket.socket) -> Iterator[None]:
+    def _serving(self, endpoint: Endpoint, listener: socket.socket, news: _News) -> Iterator[None]:
         """Runs the rendezvous server of this start in a thread of this process."""
         from gradsync.rendezvous.server import RendezvousServer  # imported here, because ranks start meanwhile
 
-        job, news = self._job, self._news
-        # Not a method: the server may live on until it is collected, and would keep all this.
-        told: dict[str, Any] = {"on_rebuilt": partial(_note_size, self._sizes)}
-        if news is not None:
-            told = {"on_lost": news.on_lost, "on_rebuilt": news.on_rebuilt}
+        job = self._job
         server = RendezvousServer(
             job.world_size,
             secret=endpoint.secret,
             listener=listener,
             min_ranks=job.min_ranks or 1,
             respawns=job.respawns > 0 and job.world_size == job.n_ranks,  # it hears nothing of other machines' ranks
-            **told,
+            # No methods: the server may live on until it is collected, and would keep all this.
+            on_lost=lambda rank, why: news.put(_Lost(rank, why)),
+            on_rebuilt=lambda *world: news.put(FormedWorld(*world)),
         )
         server.start()
         self._server = server
@@ -311,6 +337,8 @@ class Supervisor:
         """Waits until the ranks have ended, and shows the rest of their output; returns how the ranks ended."""
         self._wait_for_ends()
         self._wait_for_other_launchers()
+        if self._news is not None:
+            self._handle_news()  # what has come with the last end
         if self._server is not None:
             self._has_joined = self._server.has_joined
         # Wait for a slow reader of the output, but only until a signal comes.
@@ -330,8 +358,7 @@ class Supervisor:
             tuple(self._earlier),
             needed,
             job.min_ranks,
-            self._rebuilds,
-            self._sizes[-1] if self._sizes[-1] < job.world_size else 0,
+            tuple(self._worlds),
             self._is_state_lost,
         )
 
@@ -451,9 +478,8 @@ class Supervisor:
         self._is_state_lost = self._are_all_lost()
         if self._is_state_lost or not self._are_enough():
             return False
-        world = self._last_world
-        if world is not None and rank.rank not in world.ranks and rank not in self._waiting:
-            outcome.went_on_after = world.seconds  # the others have been faster than this news
+        if self._worlds and rank.rank not in self._worlds[-1].ranks and rank not in self._waiting:
+            outcome.went_on_after = self._worlds[-1].seconds  # the others have been faster than this news
         going = job.world_size - sum(each.outcome.order is not None for each in self.ranks)
         if outcome.is_replaced:
             self._respawns_left -= 1
@@ -476,7 +502,7 @@ class Supervisor:
 
     def _are_all_lost(self) -> bool:
         """Returns whether all ranks of the world have failed: new ones would begin from nothing, and nobody notice."""
-        if self._last_world is None or self._job.world_size > self._job.n_ranks:  # others may have some
+        if not self._worlds or self._job.world_size > self._job.n_ranks:  # others may have some
             return False
         return all(rank.outcome.order is not None or rank in self._waiting for rank in self.ranks)
 
@@ -518,16 +544,17 @@ class Supervisor:
         """Handles what the server has told: ends ranks that the others have given up, and notes new worlds."""
         assert self._news is not None
         for news in self._news.read():
-            if isinstance(news, Lost):
+            if isinstance(news, FormedWorld):
+                self._worlds.append(news)
+            if self._job.min_ranks is None:  # the failure ends all ranks, also those that have formed a new world
+                continue
+            if isinstance(news, _Lost):
                 rank = self._running.get(news.rank)
                 if rank is not None and rank.outcome.order is None:
                     rank.outcome.given_up = f"{news.why}\n"
                     rank.send_signal(signal.SIGKILL)
                 continue
-            self._last_world = news
             self._waiting = {rank for rank in self._waiting if rank.rank not in news.ranks}
-            if news.number > 1:
-                self._rebuilds = Rebuilds(self._rebuilds.number + 1, self._rebuilds.seconds + news.seconds)
             for outcome in {each.rank: each for each in self._earlier}.values():  # the last one of each rank
                 outcome.is_awaited = outcome.is_awaited and outcome.rank not in news.ranks
             left_out = [rank.outcome for rank in self.ranks if rank.rank not in news.ranks]
@@ -632,11 +659,6 @@ class Supervisor:
     def _send(self, number: int) -> None:
         for rank in self._running.values():
             rank.send_signal(number)
-
-
-def _note_size(sizes: list[int], _: int, ranks: tuple[int, ...], __: float) -> None:
-    """Notes, in the server's thread, a new world: without `min_ranks` the launcher is about to end its ranks."""
-    sizes.append(len(ranks))
 
 
 def _refusal(rank: int, error: OSError) -> str:
