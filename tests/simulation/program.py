@@ -76,14 +76,14 @@ class SimulatedRank:
     def __init__(
         self,
         system: System,
-        scenario: Scenario,
+        scenario: Any,
         rank: int,
-        arrived: dict[int, set[int]],
+        arrived: dict[Any, set[int]],
         client_class: type[RendezvousClient],
     ) -> None:
         self.diary = Diary()
         self._scheduler = system.scheduler
-        self._scenario = scenario
+        self._scenario: Scenario = scenario
         self._rank = rank
         self._arrived = arrived
         self._client_class = client_class
@@ -139,7 +139,13 @@ class SimulatedRank:
         self.diary.is_finished = True
 
     def _call(self, name: str, seconds: float, function: Callable[[], Any]) -> Any:
-        """Makes a call and writes down how it ends."""
+        """Makes a call and writes down how it ends; an error ends the program."""
+        call = self._note_call(name, seconds, function)
+        if call.error is not None:
+            raise Ended
+        return call.value
+
+    def _note_call(self, name: str, seconds: float, function: Callable[[], Any]) -> Call:
         call = Call(name, self._scheduler.now, seconds)
         self.diary.calls.append(call)
         try:
@@ -148,9 +154,7 @@ class SimulatedRank:
             call.error = without_frames(error)
         call.ended = self._scheduler.now  # not where the process dies meanwhile
         self._scheduler.note(self._rank, name, type(call.error).__name__)
-        if call.error is not None:
-            raise Ended
-        return call.value
+        return call
 
     def _pause(self, most_seconds: float) -> None:
         self._scheduler.sleep(self._scheduler.choices.random() * most_seconds)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed, RendezvousError, RendezvousTimeout
 from simulation.program import Diary
@@ -17,30 +18,30 @@ DETECTION_SECONDS |= {"server crash": AT_ONCE, "server vanish": SILENT_HOST}
 NETWORK_SECONDS = 0.3
 NEEDED_SECONDS = 4.0  # above what ranks wait for one that computes, starts late, is slow, or is stopped for a moment
 JOINED_AFTER_SECONDS = 0.3  # the server has read the join by then, in any weather
-BUSY_TURNS = 40  # what everything takes at most on a busy machine, in turns that it is kept waiting for
 
 
 def every_call_ends_in_time(outcome: Outcome) -> Iterator[str]:
     """A call of a rank that lives ends by its own deadline, whatever happens to the others."""
-    for rank, diary in _living(outcome):
+    for rank, diary in outcome.living():
         for call in diary.calls:
-            within = call.seconds + GRACE_SECONDS + SLACK_SECONDS + _busy_seconds(outcome)
+            within = call.seconds + GRACE_SECONDS + SLACK_SECONDS + outcome.busy_seconds
             if call.ended is None or call.ended - call.began > within:
                 yield f"rank {rank}: {call.name} began at {call.began:.3f} and ended at {call.ended}"
 
 
 def every_rank_that_lives_comes_to_its_end(outcome: Outcome) -> Iterator[str]:
     """No rank that lives hangs."""
-    for rank, diary in _living(outcome):
+    for rank, diary in outcome.living():
         if not diary.is_finished:
             yield f"rank {rank} is still in {diary.calls[-1].name if diary.calls else 'its beginning'}"
 
 
 def every_error_is_one_of_ours(outcome: Outcome) -> Iterator[str]:
-    """What a call raises is a typed error of the library's, and closing raises nothing."""
-    for rank, diary in _living(outcome):
+    """What a call raises is a typed error of the library's, and what ends a connection raises nothing."""
+    for rank, diary in outcome.living():
         for call in diary.calls:
-            if call.error is not None and (not isinstance(call.error, GradsyncError) or call.name == "close"):
+            is_ours = isinstance(call.error, GradsyncError) and call.name not in ("close", "abandon")
+            if call.error is not None and not is_ours:
                 yield f"rank {rank}: {call.name} raised {call.error!r}"
 
 
@@ -57,7 +58,7 @@ def nobody_waits_without_need(outcome: Outcome) -> Iterator[str]:
     """Where nothing is wrong nothing takes long: what wakes who waits is never lost until a deadline."""
     for rank, diary in enumerate(outcome.diaries if outcome.scenario.fault.is_harmless else []):
         for call in diary.calls:
-            if call.ended is not None and call.ended - call.began > NEEDED_SECONDS + _busy_seconds(outcome):
+            if call.ended is not None and call.ended - call.began > NEEDED_SECONDS + outcome.busy_seconds:
                 yield f"rank {rank}: {call.name} took {call.ended - call.began:.3f} s, and nothing was wrong"
 
 
@@ -120,7 +121,7 @@ def survivors_hear_of_it_in_time(outcome: Outcome) -> Iterator[str]:
         call = diary.failed
         if call is not None and call.ended is not None and outcome.fault_at is not None:
             took = call.ended - max(outcome.fault_at, diary.calls[0].began)
-            if took > within + NETWORK_SECONDS + _busy_seconds(outcome):
+            if took > within + NETWORK_SECONDS + outcome.busy_seconds:
                 yield f"rank {rank} heard {took:.3f} s after the {outcome.scenario.fault.kind}"
 
 
@@ -137,7 +138,7 @@ def the_next_generation_meets(outcome: Outcome) -> Iterator[str]:
     """Whatever happened, new processes of all ranks meet at the same server, at once, as one later generation."""
     joined = [diary.find("connect") for diary in outcome.again]
     for rank, diary in enumerate(outcome.again):
-        within = NEEDED_SECONDS + _busy_seconds(outcome)
+        within = NEEDED_SECONDS + outcome.busy_seconds
         slow = [call for call in diary.calls if call.ended is None or call.ended - call.began > within]
         if diary.error is not None or slow or not diary.is_finished:
             yield f"rank {rank} of the next generation: {diary.error!r}, slow: {slow}"
@@ -168,9 +169,23 @@ PROMISES: tuple[Callable[[Outcome], Iterator[str]], ...] = (
 )
 
 
-def violations(outcome: Outcome) -> list[str]:
+def violations(outcome: Outcome, promises: Iterable[Callable[..., Iterator[str]]] = PROMISES) -> list[str]:
     """Returns what is wrong with a run, each with the name of the promise that it breaks."""
-    return [f"{promise.__name__}: {what}" for promise in PROMISES for what in promise(outcome)]
+    return [f"{promise.__name__}: {what}" for promise in promises for what in promise(outcome)]
+
+
+def check(
+    seeds: range,
+    play: Callable[[int], Any],
+    promises: Iterable[Callable[..., Iterator[str]]] = PROMISES,
+) -> None:
+    """Plays seeds until one breaks a promise. Of a single one it prints all that happens."""
+    for seed in seeds:
+        outcome = play(seed)
+        if len(seeds) == 1:
+            print(outcome.story())
+        found = [f"seed {seed}: {violation}" for violation in violations(outcome, promises)]
+        assert not found, "\n".join([*found, f"to replay it: python -m pytest tests/simulation --seed {seed}"])
 
 
 def _is_death(error: BaseException | None) -> bool:
@@ -178,16 +193,10 @@ def _is_death(error: BaseException | None) -> bool:
     return isinstance(error, RankFailed) and error.phase != "left"
 
 
-def _living(outcome: Outcome) -> Iterator[tuple[int, Diary]]:
-    fault = outcome.scenario.fault
-    dead = fault.victim if outcome.fault_at is not None and fault.kind in ("crash", "vanish", "stop") else None
-    return ((rank, diary) for rank, diary in enumerate(outcome.diaries) if rank != dead)
-
-
 def _survivors(outcome: Outcome) -> Iterator[tuple[int, Diary]]:
     """All ranks but the victim; all where the server is."""
     fault = outcome.scenario.fault
-    return (found for found in _living(outcome) if fault.hits_server or found[0] != fault.victim)
+    return (found for found in outcome.living() if fault.hits_server or found[0] != fault.victim)
 
 
 def _who_heard_of(victim: int, outcome: Outcome) -> set[int]:
@@ -207,7 +216,7 @@ def _who_has_to_hear(outcome: Outcome) -> Iterator[tuple[int, Diary]]:
         return iter(())
     if not fault.hits_server and not _has_joined(outcome, outcome.diaries[fault.victim], outcome.fault_at):
         return iter(())
-    concerned = _living(outcome) if fault.kind in ("cut", "reset") else _survivors(outcome)
+    concerned = outcome.living() if fault.kind in ("cut", "reset") else _survivors(outcome)
     return (found for found in concerned if _has_joined(outcome, found[1], outcome.fault_at))
 
 
@@ -218,8 +227,4 @@ def _has_joined(outcome: Outcome, diary: Diary, at: float) -> bool:
         return False
     if joining.ended is not None and joining.ended <= at:
         return joining.error is None
-    return joining.began < at - JOINED_AFTER_SECONDS - _busy_seconds(outcome)
-
-
-def _busy_seconds(outcome: Outcome) -> float:
-    return BUSY_TURNS * outcome.scenario.busy_seconds
+    return joining.began < at - JOINED_AFTER_SECONDS - outcome.busy_seconds

@@ -8,29 +8,34 @@ of them while the ranks rebuild.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed, RendezvousError, RendezvousTimeout
+from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError, RendezvousTimeout
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.server import RendezvousServer
-from simulation.network import Weather
 from simulation.program import (
     CALL_SECONDS,
     CLOSE_SECONDS,
     LOOK_SECONDS,
     SECRET,
     STUCK_SECONDS,
-    Call,
     Diary,
     SimulatedRank,
     without_frames,
 )
-from simulation.promises import BUSY_TURNS, GRACE_SECONDS, SLACK_SECONDS
+from simulation.promises import (
+    every_call_ends_in_time,
+    every_error_is_one_of_ours,
+    every_rank_that_lives_comes_to_its_end,
+    nothing_is_left,
+    the_next_generation_meets,
+)
 from simulation.run import Outcome, Run, play_scenario
-from simulation.scenario import BUSY, HERE, THERE, WEATHERS, WEIGHTS
+from simulation.scenario import BUSY, HERE, THERE, WEATHERS, WEIGHTS, Fault, Setting
 from simulation.scheduler import Process
 
 STEPS = 8
@@ -52,26 +57,11 @@ FAULTS = {
 SEEN_AT_ONCE, UNSEEN = ("none", "crash", "reset"), ("cut", "vanish", "partition")
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What goes wrong, to which rank, how long after the first world has formed; of a crash, when it starts again."""
-
-    kind: str
-    victim: int
-    at_seconds: float
-    again_seconds: float | None = None
-
-    @property
-    def hits_server(self) -> bool:
-        return self.kind.startswith("server")
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """Everything that is drawn before a run begins.
+@dataclass(frozen=True, kw_only=True)
+class Rebuilding(Setting):
+    """What goes wrong there, and how the ranks rebuild.
 
     Attributes:
-        machines: of each rank; the server's is the first.
         faults: in the order in which they come.
         edges: before which steps all rebuild, though nothing has failed.
         floor: how many ranks a world needs, for the server; `asks` for the ranks, 0 for what is usual.
@@ -79,20 +69,12 @@ class Scenario:
         kills_lost: whether a launcher ends the ranks that the server gives up.
     """
 
-    seed: int
-    machines: tuple[str, ...]
-    weather: Weather
     faults: tuple[Fault, ...]
     edges: tuple[int, ...]
     floor: int
     asks: int
     is_impatient: tuple[bool, ...]
     kills_lost: bool
-    busy_seconds: float
-
-    @property
-    def world_size(self) -> int:
-        return len(self.machines)
 
     @property
     def fault(self) -> Fault:
@@ -100,7 +82,7 @@ class Scenario:
         return next((fault for fault in self.faults if fault.hits_server), self.faults[0])
 
 
-def draw(seed: int) -> Scenario:
+def draw(seed: int) -> Rebuilding:
     """Returns the scenario of a seed."""
     choices = random.Random(f"rebuilding {seed}")
     world_size = choices.choice((2, 3, 3, 4))
@@ -111,13 +93,13 @@ def draw(seed: int) -> Scenario:
     for _ in range(choices.choice((1, 1, 2, 2, 3))):
         (kind,) = choices.choices(tuple(FAULTS), tuple(FAULTS.values()))
         again = choices.random() * choices.choice((0.1, 1.0)) if kind == "crash" and choices.random() < 0.6 else None
-        faults.append(Fault(kind, choices.randrange(world_size), at_seconds, again))
+        faults.append(Fault(kind, choices.randrange(world_size), at_seconds, again_seconds=again))
         at_seconds += choices.random() * choices.choice((0.0, 0.02, 0.2, 3.0, 12.0))
-    return Scenario(
-        seed,
-        machines,
-        weather,
-        tuple(faults),
+    return Rebuilding(
+        seed=seed,
+        machines=machines,
+        weather=weather,
+        faults=tuple(faults),
         edges=tuple(step for step in range(STEPS) if choices.random() < 0.2),
         floor=choices.choice((1, 1, 1, 2)),
         asks=choices.choice((0, 0, 1, 2)),
@@ -153,6 +135,9 @@ class Rebuilt(Outcome):
     lives: list[Life] = field(default_factory=list)
     formed: dict[int, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
     steps: list[tuple[float, int, Life]] = field(default_factory=list)  # when which step of a generation has ended
+
+    def living(self) -> Iterator[tuple[int, Diary]]:
+        return ((life.number, life.diary) for life in self.lives if life.diary.is_finished or not life.is_gone)
 
 
 class RebuildingRank(SimulatedRank):
@@ -208,7 +193,8 @@ class RebuildingRank(SimulatedRank):
                 min_ranks=0 if last is None else self._scenario.asks,
             )
 
-        self._client = client = self._call("connect" if last is None else "rebuild", seconds, connect)
+        within = math.inf if last is None and self._life.is_again else seconds  # it waits as long as the others run
+        self._client = client = self._call("connect" if last is None else "rebuild", within, connect)
         client.describe_with(lambda: {"world": self._step}, lambda: (f"rank {self._rank} is busy", {}))
         numbers = list(range(self._scenario.world_size)) if client.numbers is None else list(client.numbers)
         self._life.worlds.append((client.generation, numbers, client.rank))
@@ -251,14 +237,7 @@ class RebuildingRank(SimulatedRank):
             self._scheduler.sleep(LOOK_SECONDS)
 
     def _call(self, name: str, seconds: float, function: Callable[[], Any]) -> Any:
-        call = Call(name, self._scheduler.now, seconds)
-        self.diary.calls.append(call)
-        try:
-            call.value = function()
-        except Exception as error:
-            call.error = without_frames(error)
-        call.ended = self._scheduler.now
-        self._scheduler.note(self._rank, name, type(call.error).__name__)
+        call = self._note_call(name, seconds, function)
         if call.error is not None:
             raise call.error
         value, call.value = call.value, None  # a diary keeps no client
@@ -299,12 +278,7 @@ class RebuildingRun(Run):
         new = [life for life in self._lives if not life.diary.is_finished and not life.process.is_dead]
         # One may have been taken in at this very moment, and waits for another rebuild.
         scheduler.wait(lambda: all(life.diary.is_finished for life in new), CONNECT_SECONDS + 2 * REBUILD_SECONDS)
-        if server.wait_until_empty(10.0):
-            self._stay_idle()
-            self._serve_again(server)
-        else:
-            self._outcome.leftovers.append("the server still has connections")
-        server.stop()
+        self._end(server)
 
     def _start(self, number: int, *, is_again: bool = False) -> None:
         process = self._system.new_process(f"rank{number}", self._scenario.machines[number])
@@ -363,14 +337,10 @@ class RebuildingRun(Run):
             return
         self._scheduler.note("fault", fault.kind, fault.victim)
         life.is_gone = True
-        {
-            "crash": lambda: system.crash(process, by_force=self._scheduler.choices.random() < 0.5),
-            "stop": lambda: system.stop(process, None),
-            "absent": lambda: setattr(self._ranks_of[fault.victim], "is_absent", True),
-            "vanish": lambda: system.vanish(process),
-            "cut": lambda: system.cut(process, None),
-            "reset": lambda: system.reset(process),
-        }[fault.kind]()
+        if fault.kind == "absent":
+            self._ranks_of[fault.victim].is_absent = True
+        else:
+            self._harm(process, fault)
         if fault.again_seconds is not None and not self._server_process.is_dead:
             self._is_to_come += 1
             self._scheduler.at(self._scheduler.now + fault.again_seconds, lambda: self._start_again(fault.victim))
@@ -393,39 +363,10 @@ class RebuildingRun(Run):
         return self._outcome
 
 
-def play(
-    seed: int,
-    *,
-    client_class: type[RendezvousClient] = RendezvousClient,
-    server_class: type[RendezvousServer] = RendezvousServer,
-) -> Rebuilt:
-    """Plays the scenario of a seed; the same one every time."""
-    return play_scenario(draw(seed), RebuildingRun, client_class, server_class)
+play = partial(play_scenario, draw, RebuildingRun)
 
 
 # What has to be true.
-
-
-def every_call_ends_in_time(outcome: Rebuilt) -> Iterator[str]:
-    """Nobody waits beyond its deadline, whatever happens to the others; and no process hangs."""
-    for life in _living(outcome):
-        for call in life.diary.calls:
-            within = call.seconds + GRACE_SECONDS + SLACK_SECONDS + _busy_seconds(outcome)
-            if life.is_again and call.name == "connect" and call.ended is not None:
-                continue  # it waits as long as the others run
-            if call.ended is None or call.ended - call.began > within:
-                yield f"rank {life.number}: {call.name} began at {call.began:.3f} and ended at {call.ended}"
-        if not life.diary.is_finished:
-            yield f"rank {life.number} is still in {life.diary.calls[-1].name if life.diary.calls else 'its beginning'}"
-
-
-def every_error_is_one_of_ours(outcome: Rebuilt) -> Iterator[str]:
-    """What a call raises is a typed error of the library's, and what ends a connection raises nothing."""
-    for life in _living(outcome):
-        for call in life.diary.calls:
-            is_ours = isinstance(call.error, GradsyncError) and call.name not in ("close", "abandon")
-            if call.error is not None and not is_ours:
-                yield f"rank {life.number}: {call.name} raised {call.error!r}"
 
 
 def all_members_say_the_same(outcome: Rebuilt) -> Iterator[str]:
@@ -492,11 +433,11 @@ def nobody_waits_without_need(outcome: Rebuilt) -> Iterator[str]:
         return
     if scenario.asks == 0 and len(set(scenario.machines)) > 1:
         return
-    for life in _living(outcome):
-        for call in life.diary.calls:
+    for rank, diary in outcome.living():
+        for call in diary.calls:
             took = (call.ended or call.began) - call.began
-            if call.name == "rebuild" and took > NEEDED_SECONDS + _busy_seconds(outcome):
-                yield f"rank {life.number}: {call.name} took {took:.3f} s"
+            if call.name == "rebuild" and took > NEEDED_SECONDS + outcome.busy_seconds:
+                yield f"rank {rank}: {call.name} took {took:.3f} s"
 
 
 def who_is_refused_was_left_out(outcome: Rebuilt) -> Iterator[str]:
@@ -512,7 +453,7 @@ def who_is_refused_was_left_out(outcome: Rebuilt) -> Iterator[str]:
 
 def who_times_out_names_who_is_missing(outcome: Rebuilt) -> Iterator[str]:
     """At the deadline of a rebuild or of a start: ranks at launch, none of which has come."""
-    for life in _living(outcome):
+    for life in outcome.lives:
         for call in life.diary.calls:
             if not isinstance(call.error, RendezvousTimeout) or call.error.cause:  # it did not reach the server
                 continue
@@ -520,20 +461,9 @@ def who_times_out_names_who_is_missing(outcome: Rebuilt) -> Iterator[str]:
                 yield f"rank {life.number} does not say who is missing: {call.error}"
 
 
-def the_next_generation_meets(outcome: Rebuilt) -> Iterator[str]:
-    """Whatever happened, new processes of all ranks meet at the same server."""
-    for rank, diary in enumerate(outcome.again):
-        if diary.error is not None or not diary.is_finished:
-            yield f"rank {rank} of the next start: {diary.error!r}"
-
-
-def nothing_is_left(outcome: Rebuilt) -> Iterator[str]:
-    """No thread, no descriptor, nothing that wakes an empty server."""
-    yield from outcome.leftovers
-
-
 PROMISES: tuple[Callable[[Rebuilt], Iterator[str]], ...] = (
     every_call_ends_in_time,
+    every_rank_that_lives_comes_to_its_end,
     every_error_is_one_of_ours,
     all_members_say_the_same,
     worlds_follow_each_other,
@@ -547,16 +477,7 @@ PROMISES: tuple[Callable[[Rebuilt], Iterator[str]], ...] = (
 )
 
 
-def _living(outcome: Rebuilt) -> list[Life]:
-    """Those that were not ended by force."""
-    return [life for life in outcome.lives if life.diary.is_finished or not life.is_gone]
-
-
 def _error_of(life: Life) -> BaseException | None:
     """What ended it."""
     calls = [call for call in life.diary.calls if call.name != "close"]
     return calls[-1].error if calls else None
-
-
-def _busy_seconds(outcome: Rebuilt) -> float:
-    return BUSY_TURNS * outcome.scenario.busy_seconds

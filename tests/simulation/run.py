@@ -8,19 +8,21 @@ import hashlib
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.server import RendezvousServer
 from simulation.program import SECRET, Diary, SimulatedRank
-from simulation.scenario import Scenario, draw
+from simulation.scenario import Fault, Scenario, draw
 from simulation.scheduler import Process, Stuck
 from simulation.system import System
 
 EMPTY_WITHIN_SECONDS = 10.0
 IDLE_SECONDS = 5.0
+BUSY_TURNS = 40  # what everything takes at most on a busy machine, in turns that it is kept waiting for
 
 
 @dataclass
@@ -48,6 +50,17 @@ class Outcome:
     used: set[str] = field(default_factory=set)
 
     @property
+    def busy_seconds(self) -> float:
+        """What everything takes longer, at most, because the machines are busy."""
+        return BUSY_TURNS * self.scenario.busy_seconds
+
+    def living(self) -> Iterator[tuple[int, Diary]]:
+        """Yields the ranks that were not ended by force."""
+        fault = self.scenario.fault
+        dead = fault.victim if self.fault_at is not None and fault.kind in ("crash", "vanish", "stop") else None
+        return ((rank, diary) for rank, diary in enumerate(self.diaries) if rank != dead)
+
+    @property
     def digest(self) -> str:
         """Stands for the trace: equal digests, equal runs."""
         return hashlib.blake2b(repr(self.trace).encode(), digest_size=16).hexdigest()
@@ -60,23 +73,16 @@ class Outcome:
         return "\n".join([*lines, f"trace {self.digest}"])
 
 
-def play(
+def play_scenario(
+    draw: Callable[[int], Any],
+    run_class: type[Run],
     seed: int,
     *,
     client_class: type[RendezvousClient] = RendezvousClient,
     server_class: type[RendezvousServer] = RendezvousServer,
-) -> Outcome:
-    """Plays the scenario of a seed; the same one every time."""
-    return play_scenario(draw(seed), Run, client_class, server_class)
-
-
-def play_scenario(
-    scenario: Any,
-    run_class: type[Run],
-    client_class: type[RendezvousClient],
-    server_class: type[RendezvousServer],
 ) -> Any:
-    """Plays a scenario, and gives what came of it."""
+    """Plays the scenario of a seed, the same one every time; gives what came of it."""
+    scenario = draw(seed)
     system = System(scenario.seed, scenario.weather)
     loggers = [logging.getLogger(name) for name in ("gradsync.rendezvous", "asyncio")]
     were_disabled = [logger.disabled for logger in loggers]
@@ -175,6 +181,9 @@ class Run:
         for process in self._processes:
             if process.is_stopped:  # as a launcher would
                 self._system.crash(process)
+        self._end(server)
+
+    def _end(self, server: RendezvousServer) -> None:
         if server.wait_until_empty(EMPTY_WITHIN_SECONDS):
             self._stay_idle()
             self._serve_again(server)
@@ -205,7 +214,7 @@ class Run:
 
     def _strike(self) -> None:
         """Brings about what the scenario has go wrong."""
-        fault, system = self._scenario.fault, self._system
+        fault = self._scenario.fault
         victim, diary = self._processes[fault.victim], self._ranks[fault.victim].diary
         if fault.kind in ("none", "raises", "absent") or (diary.is_finished and not fault.hits_server):
             return
@@ -213,16 +222,21 @@ class Run:
             return
         self._outcome.fault_at = self._scheduler.now
         self._scheduler.note("fault", fault.kind, fault.victim)
+        self._harm(victim, fault)
+
+    def _harm(self, victim: Process, fault: Fault) -> None:
+        system = self._system
         {
             "slow": lambda: setattr(victim, "slowness_seconds", victim.slowness_seconds + (fault.for_seconds or 0.0)),
-            "short stop": lambda: system.stop(victim, fault.for_seconds),
-            "short cut": lambda: system.cut(victim, fault.for_seconds),
             "wall clock": lambda: setattr(system, "wall_clock_steps_by", 86_400.0),
             "crash": lambda: system.crash(victim, by_force=self._scheduler.choices.random() < 0.5),
-            "stop": lambda: system.stop(victim, None),
-            "cut": lambda: system.cut(victim, None),
+            "stop": lambda: system.stop(victim, fault.for_seconds),
+            "cut": lambda: system.cut(victim, fault.for_seconds),
             "vanish": lambda: system.vanish(victim),
             "reset": lambda: system.reset(victim),
             "server crash": lambda: system.crash(self._server_process),
             "server vanish": lambda: system.vanish(self._server_process),
-        }[fault.kind]()
+        }[fault.kind.removeprefix("short ")]()
+
+
+play = partial(play_scenario, draw, Run)

@@ -48,13 +48,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, to which rank, when (seconds from the start) and for how long, or at which of its steps."""
+    """What goes wrong, to which rank, when (seconds from the start) and for how long, or at which of its steps.
+
+    Where worlds are rebuilt the seconds count from the first world, and a rank that has crashed may start again.
+    """
 
     kind: str
     victim: int
     at_seconds: float
     for_seconds: float | None = None
     at_step: int | None = None
+    again_seconds: float | None = None
 
     @property
     def is_harmless(self) -> bool:
@@ -65,27 +69,36 @@ class Fault:
         return self.kind.startswith("server")
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """Everything that is drawn before a run begins; the rest is drawn as it goes on.
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where ranks run: of everything that is drawn before a run begins, what all kinds of runs have.
 
     Attributes:
         machines: of each rank; the server's is the first.
-        delays: how long each rank takes to start, at most.
         busy_seconds: how long any process is kept waiting before each of its turns, at most: machines have other work.
     """
 
     seed: int
     machines: tuple[str, ...]
-    delays: tuple[float, ...]
     weather: Weather
-    steps: tuple[Step, ...]
-    fault: Fault
-    busy_seconds: float = 0.0
+    busy_seconds: float
 
     @property
     def world_size(self) -> int:
         return len(self.machines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario(Setting):
+    """What ranks do there, and what goes wrong; the rest is drawn as a run goes on.
+
+    Attributes:
+        delays: how long each rank takes to start, at most.
+    """
+
+    delays: tuple[float, ...]
+    steps: tuple[Step, ...]
+    fault: Fault
 
 
 def draw(seed: int) -> Scenario:
@@ -102,7 +115,15 @@ def draw(seed: int) -> Scenario:
     if fault.kind == "absent":  # from a collective, which the others report; elsewhere it is only slow
         steps = tuple(Step("collective", step.number) if step.number == fault.at_step else step for step in steps)
     is_busy = choices.random() < (0.5 if fault.kind == "absent" else 0.1) and weather.most_bytes > 1
-    return Scenario(seed, machines, tuple(delays), weather, steps, fault, choices.choice(BUSY) if is_busy else 0.0)
+    return Scenario(
+        seed=seed,
+        machines=machines,
+        weather=weather,
+        busy_seconds=choices.choice(BUSY) if is_busy else 0.0,
+        delays=tuple(delays),
+        steps=steps,
+        fault=fault,
+    )
 
 
 def _draw_fault(choices: random.Random, world_size: int, steps: int) -> Fault:

@@ -14,20 +14,12 @@ import pytest
 
 from gradsync.errors import RendezvousError
 from gradsync.rendezvous.client import RendezvousClient
-from simulation.rebuilding import FAULTS, PROMISES, Rebuilt, play
-
-
-def violations(outcome: Rebuilt) -> list[str]:
-    return [f"{promise.__name__}: {what}" for promise in PROMISES for what in promise(outcome)]
+from simulation.promises import check, violations
+from simulation.rebuilding import FAULTS, PROMISES, play
 
 
 def test_every_promise_holds(seeds: range) -> None:
-    for seed in seeds:
-        outcome = play(seed)
-        if len(seeds) == 1:
-            print(outcome.story())
-        found = [f"seed {seed}: {violation}" for violation in violations(outcome)]
-        assert not found, "\n".join([*found, f"python -m pytest tests/simulation/test_rebuilding.py --seed {seed}"])
+    check(seeds, play, PROMISES)
 
 
 def test_the_seeds_reach_what_they_are_for() -> None:
@@ -98,4 +90,4 @@ def raise_what_is_not_ours(client: RendezvousClient, options: Any) -> Rendezvous
 )
 def test_a_broken_promise_is_noticed(promise: str, change: Any) -> None:
     runs = (play(seed, client_class=with_connect(change)) for seed in range(50))
-    assert promise in (broken.partition(":")[0] for run in runs for broken in violations(run))
+    assert promise in (broken.partition(":")[0] for run in runs for broken in violations(run, PROMISES))
