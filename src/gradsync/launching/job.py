@@ -137,6 +137,11 @@ class Job:
             # The same on all machines, as this process knows no other port that is.
             self.master_port = self.master_port or (port + 1 if port < LARGEST_PORT else port - 1)
 
+    @property
+    def has_others(self) -> bool:
+        """Whether other launchers have ranks of the same run."""
+        return self.world_size > self.n_ranks
+
 
 def _split_wrapper(text: str) -> tuple[str, ...]:
     import shlex  # imported here, as below, to keep the start short

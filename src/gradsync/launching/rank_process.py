@@ -22,7 +22,7 @@ from gradsync.environment import SECRET_FILE, SECRET_IN_MEMORY
 from gradsync.errors import InvalidArgument
 from gradsync.launching.in_rank.guard import ENDED, MESSAGE, STARTED, Descriptors
 from gradsync.launching.in_rank.result import ErrorReport, read_report
-from gradsync.launching.job import Target
+from gradsync.launching.job import Job, Target
 from gradsync.launching.outcome import RankOutcome, signal_name
 from gradsync.launching.signals import no_other_fork
 from gradsync.machine import memory_file, open_process, read_stat
@@ -43,7 +43,7 @@ class StartRecord(NamedTuple):
 
     Attributes:
         program: the program of the ranks, and what they need to know of the launcher.
-        secret: the secret of the run, in hexadecimal digits; -1 if the ranks find the secret themselves.
+        secret: the secret of the run, in hexadecimal digits.
     """
 
     program: int
@@ -51,9 +51,7 @@ class StartRecord(NamedTuple):
 
 
 @contextlib.contextmanager
-def start_record(
-    target: Target, secret: bytes, *, shows_lines: bool, has_others: bool, goes_on: bool
-) -> Iterator[StartRecord]:
+def start_record(job: Job, secret: bytes, *, shows_lines: bool) -> Iterator[StartRecord]:
     """Yields what every rank finds at its start.
 
     A pipe is not enough for the program: when it is full, the launcher would wait until a rank reads it, and could
@@ -61,17 +59,15 @@ def start_record(
     users can open neither.
 
     Args:
-        target: the program of the ranks.
-        secret: the secret of the run; b"" if the ranks find the secret themselves.
+        job: the job of the ranks.
+        secret: the secret of the run.
         shows_lines: whether the launcher shows the ranks' output line by line.
-        has_others: whether other launchers have ranks of the same run.
-        goes_on: whether the run goes on without a rank that fails.
     """
-    launcher = {"shows_lines": shows_lines, "has_others": has_others, "goes_on": goes_on}
-    record = marshal.dumps(target.record | launcher)
-    with contextlib.ExitStack() as stack:
-        program = stack.enter_context(_file_in_memory("gradsync-start", record))
-        secrets = stack.enter_context(_file_in_memory(SECRET_IN_MEMORY, secret.hex().encode())) if secret else -1
+    launcher = {"shows_lines": shows_lines, "has_others": job.has_others, "goes_on": job.min_ranks is not None}
+    with (
+        _file_in_memory("gradsync-start", marshal.dumps(job.target.record | launcher)) as program,
+        _file_in_memory(SECRET_IN_MEMORY, secret.hex().encode()) as secrets,
+    ):
         yield StartRecord(program, secrets)
 
 
@@ -140,8 +136,6 @@ class RankProcess:
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         self._command_line = [*target.wrapper, interpreter()]
         standard_input, output, error = streams
-        if record.secret >= 0:
-            environ = environ | {SECRET_FILE: f"fd:{record.secret}"}
         passed = (record.program, record.secret, *target.descriptors)
         with contextlib.ExitStack() as theirs:
             try:
@@ -152,7 +146,7 @@ class RankProcess:
                 try:
                     self._process = subprocess.Popen(
                         [*self._command_line, *flags, "-c", _SHIM, numbers, *target.command_line],
-                        env=environ,
+                        env=environ | {SECRET_FILE: f"fd:{record.secret}"},
                         stdin=standard_input,
                         stdout=output,
                         stderr=error,

@@ -255,14 +255,7 @@ class Supervisor:
                 self._stack.callback(self._output.finish, _LAST_OUTPUT_SECONDS)
             self._null = os.open(os.devnull, os.O_RDONLY)
             self._stack.callback(os.close, self._null)
-            shows_lines, has_others = self._output is not None, job.world_size > job.n_ranks
-            record = start_record(
-                job.target,
-                endpoint.secret,
-                shows_lines=shows_lines,
-                has_others=has_others,
-                goes_on=job.min_ranks is not None,
-            )
+            record = start_record(job, endpoint.secret, shows_lines=self._output is not None)
             self._record = self._stack.enter_context(record)
             self._stack.callback(self._end_watching)
             for rank in range(job.rank_start, job.rank_start + job.n_ranks):
@@ -318,7 +311,7 @@ class Supervisor:
             secret=endpoint.secret,
             listener=listener,
             min_ranks=job.min_ranks or 1,
-            respawns=job.respawns > 0 and job.world_size == job.n_ranks,  # it hears nothing of other machines' ranks
+            respawns=job.respawns > 0 and not job.has_others,  # it hears nothing of other machines' ranks
             # No methods: the server may live on until it is collected, and would keep all this.
             on_lost=lambda rank, why: news.put(_Lost(rank, why)),
             on_rebuilt=lambda *world: news.put(FormedWorld(*world)),
@@ -382,7 +375,7 @@ class Supervisor:
 
     def _wait_for_other_launchers(self) -> None:
         """Keeps the server until the ranks of other launchers have left, or a signal comes; briefly after a failure."""
-        if self._server is None or self._job.world_size == self._job.n_ranks:
+        if self._server is None or not self._job.has_others:
             return
         has_failed = self._has_failed or self._signal_number is not None
         began, has_told = time.monotonic(), False
@@ -485,7 +478,7 @@ class Supervisor:
             self._respawns_left -= 1
             times = f"{job.respawns - self._respawns_left} of at most {job.respawns}"
             what = f"starting it again ({times})"
-        elif job.world_size > job.n_ranks:
+        elif job.has_others:
             what = "the others go on"
         else:
             what = f"{going} of {count(job.world_size, 'rank')} {'goes' if going == 1 else 'go'} on"
@@ -502,7 +495,7 @@ class Supervisor:
 
     def _are_all_lost(self) -> bool:
         """Returns whether all ranks of the world have failed: new ones would begin from nothing, and nobody notice."""
-        if not self._worlds or self._job.world_size > self._job.n_ranks:  # others may have some
+        if not self._worlds or self._job.has_others:  # others may have some
             return False
         return all(rank.outcome.order is not None or rank in self._waiting for rank in self.ranks)
 
