@@ -239,11 +239,6 @@ def configure_logging() -> None:
 # -- The secret of the run --------------------------------------------------------------------------------------------
 
 
-def has_secret() -> bool:
-    """Returns whether a variable says what the secret of the run is, or where."""
-    return value_of(os.environ, SECRET) is not None or value_of(os.environ, SECRET_FILE) is not None
-
-
 def read_secret() -> bytes | None:
     """Returns the secret of the run from GRADSYNC_SECRET, else from the file in GRADSYNC_SECRET_FILE, else None.
 

@@ -6,7 +6,6 @@ its keys, barriers and groups.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 import os
@@ -19,7 +18,6 @@ from typing import Any, NoReturn
 from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS, check_seconds
 from gradsync.errors import (
     CollectiveTimeout,
-    GradsyncError,
     InvalidArgument,
     RendezvousError,
     RendezvousTimeout,
@@ -230,7 +228,9 @@ class RendezvousClient:
             RendezvousError: the server is gone, does not answer, or has no room for the value.
             RankFailed, CollectiveTimeout: the generation has failed.
         """
-        self._ask_at_once(f"set {key!r}", Kind.SET, self._scoped(key), self._checked_value(f"set {key!r}", value))
+        operation = f"set {key!r}"
+        data = self._checked_value(operation, value)
+        self._connection.ask(operation, AT_ONCE_SECONDS, Kind.SET, self._scoped(key), data)
 
     def get(self, key: str, *, from_rank: int | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> bytes:
         """Waits until a key is set, and returns its value.
@@ -251,7 +251,7 @@ class RendezvousClient:
 
     def delete(self, key: str) -> None:
         """Removes a key, and all keys that begin with "key/"."""
-        self._ask_at_once(f"delete {key!r}", Kind.DELETE, self._scoped(key))
+        self._connection.ask(f"delete {key!r}", AT_ONCE_SECONDS, Kind.DELETE, self._scoped(key))
 
     def exchange(
         self,
@@ -425,13 +425,9 @@ class RendezvousClient:
         """
         self._connection.report_failure(reason, culprit)
 
-    def _ask_at_once(self, operation: str, kind: Kind, *fields: object) -> Any:
-        return self._connection.ask(operation, AT_ONCE_SECONDS, kind, *fields)
-
     def _post(self, kind: Kind, *fields: object) -> None:
         """Sends a message that needs no answer, unless the generation has failed."""
-        with contextlib.suppress(GradsyncError):
-            self._connection.raise_failure()
+        if self._connection.failure is None:
             self._connection.post(kind, *fields)
 
     def _wait_fields(

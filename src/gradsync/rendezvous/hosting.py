@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradsync.arguments import check_address, is_loopback, join_address, parse_address
-from gradsync.environment import ADDRESS, SECRET_FILE, has_secret, log_warning, read_secret, value_of
+from gradsync.environment import ADDRESS, SECRET_FILE, log_warning, read_secret, value_of
 from gradsync.errors import (
     AuthenticationError,
     InvalidArgument,
@@ -113,6 +113,9 @@ def is_sent_over_mpi(own: RankEnvironment, address: str | None, backend: str) ->
         own: this rank's environment.
         address: host:port from the caller, or None.
         backend: the wanted backend; may be "auto".
+
+    Raises:
+        InvalidArgument: a variable says the secret, or where it is, and is wrong.
     """
     if address is not None or own.address is not None:
         return False
@@ -120,7 +123,7 @@ def is_sent_over_mpi(own: RankEnvironment, address: str | None, backend: str) ->
         return True
     if own.source not in SOURCES_WITH_MPI or own.world_size == 1:
         return False
-    if own.source == SLURM and own.run_name is None and not has_secret():
+    if own.source == SLURM and own.run_name is None and read_secret() is None:
         return True  # a Slurm step on several machines: its address is useless without a secret
     return own.run_name is None and (own.master_addr is None or own.master_port is None)
 

@@ -195,12 +195,12 @@ class RendezvousServer:
         self._max_members = 2 * size + 16  # twice, because one generation may leave while the next one joins
         self._max_unauthenticated = size + MAX_UNAUTHENTICATED
         self._run_id = os.urandom(8).hex()  # the keys of every connection are derived from this, too
+        self.notices = _NoticeWriter()
         self._worlds = Worlds(
-            self._send, self._close_peer, self._write_notice, _state_of,
+            self._send, self._close_peer, self.notices.write, _state_of,
             machine=machine_identity(), size=size, host=host_rank,
             min_ranks=min_ranks, respawns=respawns, on_lost=on_lost, on_rebuilt=on_rebuilt,
         )  # fmt: skip
-        self.notices = _NoticeWriter()
         self._peers: dict[int, _Peer] = {}
         self._strangers: dict[int, _Peer] = {}  # those that have not authenticated, the oldest first
         self._unsent: dict[int, _Peer] = {}  # those to which the core has said something
@@ -434,9 +434,6 @@ class RendezvousServer:
         peer = self._peers.get(number)
         if peer is not None and self._loop is not None:
             peer.close(self._loop)
-
-    def _write_notice(self, text: str) -> None:
-        self.notices.write(text)
 
     def _process(self, rank: int, pid: int | None, how: str = "") -> None:
         self._worlds.process(time.monotonic(), rank, pid, how)

@@ -5,7 +5,6 @@ Only an address that a caller gave is looked up; those of peers are never resolv
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import socket
 from typing import Any
@@ -148,14 +147,12 @@ def raise_limit(files: int) -> int | None:
     Returns:
         The new limit if it is still lower than `files` + 256, else None.
     """
-    with contextlib.suppress(ImportError):  # Windows has no such limit
-        import resource
+    import resource  # imported here to keep the start of a rank short
 
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needed = files + _OTHER_FILES
-        if soft == resource.RLIM_INFINITY or soft >= needed:
-            return None
-        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(allowed, soft), hard))
-        return allowed if allowed < needed else None
-    return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = files + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return None
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(allowed, soft), hard))
+    return allowed if allowed < needed else None

@@ -93,34 +93,21 @@ class Stuck:
         due = [*list(self._notices.values())[:1], *([] if self._verdict_at is None else [self._verdict_at])]
         return min(due, default=None) if self._generation.failure is None else None
 
-    def report(
-        self,
-        now: float,
-        rank: int,
-        group: str,
-        ranks: list[int] | None,
-        number: int,
-        what: str,
-        waited_ms: int,
-        missing: list[int] | None,
-        is_over: bool,
-    ) -> list[Member]:
-        """Records that a rank waits in a collective, or has reached its deadline there.
+    def report(self, now: float, waiting: Waiting, *, is_over: bool) -> list[Member]:
+        """Records that a rank waits in a collective, or (`is_over`) has reached its deadline there.
 
         Returns:
             The members that the server must ask for their status.
         """
-        generation = self._generation
-        known = [other for other in sorted(set(missing or ())) if other in generation.members and other != rank]
-        waiting = Waiting(group, generation.members_of(ranks), number, what, waited_ms / 1000.0, (rank,), tuple(known))
+        [rank] = waiting.ranks
         if not is_over:
             self._note(now, waiting)
         elif self._verdict_at is None:
             self._stuck, self._verdict_at = {rank: waiting}, now + ANSWER_SECONDS
-            present = generation.present()
+            present = self._generation.present()
             self._unanswered = {other for other, _ in present}
             return [member for _, member in present]
-        elif (group, number) == _first(self._stuck)[:3:2]:
+        elif waiting[:3:2] == _first(self._stuck)[:3:2]:  # the same group and number
             self._stuck[rank] = waiting
         return []
 

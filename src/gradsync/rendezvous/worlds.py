@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradsync.errors import MAX_NAMED_RANKS
-from gradsync.rendezvous.stuck import Stuck, check_counts
+from gradsync.rendezvous.stuck import Stuck, Waiting, check_counts
 from gradsync.rendezvous.wire import (
     DIED,
     MAX_EXCHANGED_BYTES,
@@ -895,9 +895,11 @@ class Worlds:
         is_over: bool,
     ) -> None:
         if generation.number and generation.failure is None:
-            for member in generation.stuck.report(
-                self.now, request.rank, group, ranks, number, what, waited_ms, missing, is_over
-            ):
+            rank, seconds = request.rank, waited_ms / 1000.0
+            awaited = [each for each in sorted(set(missing or ())) if each in generation.members and each != rank]
+            members = generation.members_of(ranks)
+            waiting = Waiting(group, members, number, what, seconds, (rank,), tuple(awaited))
+            for member in generation.stuck.report(self.now, waiting, is_over=is_over):
                 self.send(member.connection, Kind.ASK, 0)
 
     def _on_status(self, generation: Generation, request: Request, status: dict[str, Any], text: str) -> None:
