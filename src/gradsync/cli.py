@@ -83,9 +83,11 @@ def _with_advice() -> Iterator[None]:
     except click.NoSuchOption as error:
         if error.ctx is None or error.ctx.command is not run:
             raise
+        option = error.option_name.replace("_", "-")  # as torchrun also writes it
         with _with_advice():
-            refuse_removed("gradsync run", error.option_name)
-        if advice := hint("gradsync run", error.option_name):
+            refuse_removed("gradsync run", option)
+        is_ours = any(option in each.opts for each in run.params)
+        if advice := f": use {option}" if is_ours else hint("gradsync run", option):
             raise click.NoSuchOption(
                 error.option_name, f"No such option {error.option_name!r}{advice}.", ctx=error.ctx
             ) from None

@@ -57,7 +57,7 @@ def test_mistakes_are_one_line_or_a_hint_and_never_a_traceback(tmp_path, monkeyp
         (("train.py",), "did you mean gradsync run train.py?"),
         (("-n", "2", "train.py"), "Did you mean: gradsync run -n 2 train.py"),
         (("torchrun", "x.py"), "use gradsync run"),
-        (("run", "--nproc_per_node", "2", "x.py"), "use -n"),
+        (("run", "--nproc_per_node", "2", "x.py"), "use --nproc-per-node"),
         (("run", "--rdzv_endpoint=host:1", "x.py"), "use --rendezvous HOST:PORT"),
     ]:
         done = CliRunner().invoke(main, arguments)

@@ -385,16 +385,16 @@ def _ask_over_mpi(
     def answer(rows: list[str]) -> list[str]:
         nonlocal hosted
         if hosted is None:
-            label, advice = f"rank {own.rank}/{own.world_size}", '; on every rank pass address="host:port", an address '
-            advice += f"that rank 0 can bind, and set {SECRET_FILE}"
-            host = _LOOPBACK if is_here else address_for_others(label, [row.split() for row in rows], advice)
+            advice = f'; on every rank pass address="host:port", one that rank 0 can bind, and set {SECRET_FILE}'
+            label, addresses = f"rank {own.rank}/{own.world_size}", [row.split() for row in rows]
+            host = _LOOPBACK if is_here else address_for_others(label, addresses, advice)
             # A secret that outlives the run never goes over MPI, where other users could read it.
             hosted = _start_hosting(point, own, None, host, is_found_by_file=False)
         return [f"{hosted.endpoint.address}\n{hosted.endpoint.secret.hex()}"] * len(rows)
 
     try:
-        addresses = [] if is_here else own_addresses()
-        address, secret = ask(" ".join(addresses), answer, deadline).split("\n")
+        mine = "" if is_here else " ".join(own_addresses())
+        address, secret = ask(mine, answer, deadline).split("\n")
     except BaseException:
         if hosted is not None and hosted is not kept:
             hosted.close(wait_seconds=0.0)
