@@ -106,8 +106,7 @@ class JoinedRendezvous:
 def is_sent_over_mpi(own: RankEnvironment, address: str | None, backend: str) -> bool:
     """Whether rank 0 sends the address and the secret over MPI, if mpi4py is installed.
 
-    Rank 0 sends both over MPI only if no address is given. In addition, the wanted backend must be "mpi", or the
-    launcher's variables must give no other way to find the server and its secret.
+    So it is if no address is given, and the wanted backend is "mpi", or the launcher's variables tell of no other way.
 
     Args:
         own: this rank's environment.
