@@ -1,4 +1,4 @@
-"""What gradient bucketing asks of a communicator: run a list, exchange numbers, compare. Nothing else of it is used.
+"""What gradient bucketing asks of a communicator, beside its public methods: run a list, exchange numbers, compare.
 
 Bucketing has checked the arguments already. The public collectives are in collectives.py.
 """
