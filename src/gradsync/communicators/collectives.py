@@ -36,7 +36,6 @@ from gradsync.communicators.backend import (
 )
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.lifetime import Lifetime
-from gradsync.communicators.messages import Messages
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.futures import Work
 from gradsync.reduction import Array, ReduceOp, operator_for
@@ -73,11 +72,11 @@ class Collectives(ABC):
         RendezvousError: the connection to the rendezvous server was lost.
     """
 
-    def __init__(self, backend: Backend, lifetime: Lifetime, messages: Messages) -> None:
+    def __init__(self, backend: Backend, lifetime: Lifetime) -> None:
         self._backend = backend
         self._arrays = backend.arrays
         self._lifetime = lifetime
-        self._messages = messages
+        self._messages = lifetime.messages
         self.rank = backend.rank
         self.world_size = backend.world_size
         self.ranks = backend.ranks

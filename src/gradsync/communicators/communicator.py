@@ -14,7 +14,6 @@ from gradsync.communicators.backend import Backend, Launch, Message
 from gradsync.communicators.collectives import Collectives
 from gradsync.communicators.groups import CommunicatorTree, NonMember, await_members, listed, reporting_failures
 from gradsync.communicators.lifetime import Lifetime, culprit_of
-from gradsync.communicators.messages import Messages
 from gradsync.errors import CommunicatorClosed, InvalidArgument, PlanMismatch, describe
 from gradsync.futures import CollectiveFuture, LoggedFuture, Work, refuse_in_callback
 from gradsync.words import no_attribute
@@ -61,7 +60,7 @@ class Communicator(Collectives):
 
     def __init__(self, backend: Backend) -> None:
         lifetime = Lifetime(backend)
-        super().__init__(backend, lifetime, Messages(backend, lifetime))
+        super().__init__(backend, lifetime)
         backend.fail = lifetime.fail
         self.backend = backend.name
         self.device = backend.device
@@ -239,7 +238,7 @@ class Communicator(Collectives):
         """Makes a group that this rank belongs to."""
         name = self._tree.new_name(self._listed(members))
         with reporting_failures(self._backend, self._lifetime, what):
-            await_members(self._backend, self._lifetime, self._messages, what, members, name)
+            await_members(self._backend, self._lifetime, what, members, name)
             group = Communicator(self._backend.connect_group(members, name))
         group._tree, group.member = self._tree, self.member
         group._begin_after([self._completed_before[member] for member in members])
@@ -375,7 +374,7 @@ class Asynchronous(Collectives):
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        super().__init__(communicator._backend, communicator._lifetime, communicator._messages)
+        super().__init__(communicator._backend, communicator._lifetime)
         self._communicator = communicator  # the process group closes those that are still there
 
     def __repr__(self) -> str:

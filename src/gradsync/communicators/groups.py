@@ -11,13 +11,12 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradsync.communicators.agreement import digest_of
 from gradsync.communicators.backend import Backend
 from gradsync.communicators.failures import CAUSE_SECONDS, await_cause
 from gradsync.communicators.lifetime import Lifetime
-from gradsync.communicators.messages import Messages
 from gradsync.errors import (
     BackendUnavailable,
     CommunicatorClosed,
@@ -27,15 +26,11 @@ from gradsync.errors import (
     name_ranks,
 )
 
+if TYPE_CHECKING:
+    from gradsync.communicators.communicator import Communicator
+
 _LISTED_CHARACTERS = 40  # of the longest list of members in a group's name
 _CHECK_EVERY_SECONDS = 0.25
-
-
-class Member(Protocol):
-    """What a CommunicatorTree uses of a Communicator."""
-
-    def close(self) -> None:
-        """Closes the communicator."""
 
 
 class CommunicatorTree:
@@ -54,18 +49,18 @@ class CommunicatorTree:
         self.has_begun = self.is_rebuilt = False
         self._counts: dict[str, int] = {}
         # In the order of their making, which is one order on all ranks: close() waits for messages.
-        self._communicators: weakref.WeakKeyDictionary[Member, None] = weakref.WeakKeyDictionary()
+        self._communicators: weakref.WeakKeyDictionary[Communicator, None] = weakref.WeakKeyDictionary()
 
     def new_name(self, what: str) -> str:
         """Returns a new name for the group `what`, e.g. "world/0,2#1": the same on ranks that have asked alike."""
         count = self._counts[what] = self._counts.get(what, 0) + 1
         return f"{self.name}/{what}#{count}"
 
-    def add(self, communicator: Member) -> None:
+    def add(self, communicator: Communicator) -> None:
         """Adds a communicator, by a weak reference."""
         self._communicators[communicator] = None
 
-    def communicators(self) -> list[Any]:
+    def communicators(self) -> list[Communicator]:
         """Returns the communicators that are still referred to."""
         return list(self._communicators)
 
@@ -127,13 +122,11 @@ def reporting_failures(backend: Backend, lifetime: Lifetime, what: str) -> Itera
         raise
 
 
-def await_members(
-    backend: Backend, lifetime: Lifetime, messages: Messages, what: str, members: Sequence[int], name: str
-) -> None:
+def await_members(backend: Backend, lifetime: Lifetime, what: str, members: Sequence[int], name: str) -> None:
     """Waits until all members of a new group have called it.
 
     Args:
-        backend, lifetime, messages: those of the communicator that makes the group. The messages move on meanwhile.
+        backend, lifetime: those of the communicator that makes the group, whose messages move on meanwhile.
         what: the public method's name in errors.
         members: the members' ranks in that communicator.
         name: the new group's name, unique since the last init_process_group().
@@ -153,7 +146,7 @@ def await_members(
     try:
         while True:
             left_seconds = max(began + timeout_seconds - time.monotonic(), 1e-3)
-            has_messages = messages.move_on(_CHECK_EVERY_SECONDS / 10)
+            has_messages = lifetime.messages.move_on(_CHECK_EVERY_SECONDS / 10)
             try:
                 seconds = _CHECK_EVERY_SECONDS / (10 if has_messages else 1)
                 waiting.barrier(waiting.name, timeout_seconds=min(left_seconds, seconds))

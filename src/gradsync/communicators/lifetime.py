@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gradsync.communicators.agreement import Agreement, LayoutsDiffer
+from gradsync.communicators.messages import Messages
 from gradsync.diagnostics import FlightRecorder
 from gradsync.errors import (
     CollectiveTimeout,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     from gradsync.communicators.backend import Backend
-    from gradsync.communicators.messages import Messages
 
 _log = logging.getLogger("gradsync")
 
@@ -51,7 +51,7 @@ class Lifetime:
         label: this rank's name in errors.
         ended_because: why the communicator cannot be used; None while it can.
         is_inherited: whether this process was forked, and the communicator is the parent's.
-        messages: the pending messages, which each collective starts first; None if there are none yet.
+        messages: the pending messages, which each collective starts first.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -67,7 +67,7 @@ class Lifetime:
         self._is_released = False
         self.ended_because: str | None = None
         self.is_inherited = False
-        self.messages: Messages | None = None
+        self.messages = Messages(backend, self)
         self._failure: BaseException | None = None  # the first one: it has ended the communicator
         self._unraised: BaseException | None = None  # the same, if found outside of a collective: for the next call
         self._in_future: BaseException | None = None  # the same, if only a future has told: for the next call, too
@@ -115,7 +115,7 @@ class Lifetime:
             self._what = what
             if agreement is not None:
                 self._recorder.begin(agreement)
-                if self.messages is not None and self.messages.unstarted and not agreement.is_message:
+                if self.messages.unstarted and not agreement.is_message:
                     self.messages.start()
         except BaseException as error:
             self.__exit__(type(error), error if self._what else None, None)
@@ -236,8 +236,7 @@ class Lifetime:
         self._ending = threading.RLock()
         self._what = ""
         self._is_released = True  # the resources belong to the parent
-        if self.messages is not None:
-            self.messages.disown(self._closed("a message"))
+        self.messages.disown(self._closed("a message"))
 
     def _abort_inside(self, reason: str, culprit: int | None, error: BaseException | None = None) -> None:
         """Ends the communicator because a collective failed after it began: the other ranks must not wait in it."""
@@ -291,9 +290,8 @@ class Lifetime:
                     self._leave_group()
             finally:
                 self._holder.clear()
-            if self.messages is not None:
-                failure = self._failure
-                self.messages.end(failure if isinstance(failure, GradsyncError) else self._closed("a message"))
+            failure = self._failure
+            self.messages.end(failure if isinstance(failure, GradsyncError) else self._closed("a message"))
             self._failure = None  # its traceback has frames, and they have arrays, and perhaps a callback of this group
 
     def _leave_group(self) -> None:

@@ -40,7 +40,6 @@ class Messages:
         self._lifetime = lifetime
         self.unstarted: list[tuple[Sequence[Message], Sequence[Message]]] = []
         self._begun: list[Message] = []  # that may not be over
-        lifetime.messages = self
 
     def begin(self, sends: Sequence[Message], receives: Sequence[Message]) -> MessageWork:
         """Adds messages, which the next call starts. It is refused as a collective is, e.g. beside another thread's."""

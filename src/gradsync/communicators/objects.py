@@ -144,10 +144,8 @@ class Objects:
         return self._unpickle(data, source, agreement)
 
     def _receive(self, array: Array, source: int, agreement: Agreement) -> None:
-        arrays = self._backend.arrays
-        viewed = arrays.is_viewed_flat(array)
-        flat = array if viewed else arrays.scratch(array.size, array.dtype)
-        self._exchange("objects.recv", [], [Message(source, flat, agreement, None if viewed else array)])
+        flat = self._communicator._flat_target(array)
+        self._exchange("objects.recv", [], [Message(source, flat, agreement, array)])
 
     def _exchange(self, what: str, sends: list[Message], receives: list[Message]) -> None:
         [message] = [*sends, *receives]
@@ -183,7 +181,7 @@ class Objects:
         Returns:
             The pickled objects that this rank gets, one after the other in rank order; and the sizes of each rank's.
         """
-        backend, arrays, rank = self._backend, self._backend.arrays, self._backend.rank
+        backend, rank = self._backend, self._backend.rank
         what = agreement.describe().what
         backend.checked_stream(None, what)
         with self._communicator._lifetime.turn(what, agreement):
@@ -200,7 +198,7 @@ class Objects:
             # On the communicator's own stream, so that the host need not wait for the work on the caller's stream.
             with backend.launching(None, []) as launch:
                 source = self._on_device(np.frombuffer(sent, np.uint8))
-                target = arrays.flat(data) if arrays.is_viewed_flat(data) else arrays.scratch(data.size, data.dtype)
+                target = self._communicator._flat_target(data)
                 launch.keep(source, target)
                 if sender is not None:
                     backend.scatter(source if rank == sender else None, target, bounds, sender, agreement)

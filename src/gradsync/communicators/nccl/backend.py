@@ -114,7 +114,7 @@ class NcclBackend(Backend):
         self._nccl = nccl = Nccl(client, device_id, group, deadline)
         try:
             self._verify = Verification(client, self.recorder, self.label, timeout_seconds, self._failures)
-            self._watched = Watched(self, nccl, self._failures, self._verify.explain, self._verify.raise_if_left)
+            self._watched = Watched(self, nccl, self._failures, self._verify)
         except BaseException:
             nccl.abort()  # the caller reports the error to the other ranks
             raise

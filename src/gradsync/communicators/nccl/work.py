@@ -28,6 +28,7 @@ from gradsync.communicators.backend import Backend, Launch
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.nccl.library import Nccl, event_status
 from gradsync.communicators.nccl.streams import CAPTURE_ERRORS, as_stream, capture_refusal, is_per_thread, on_device
+from gradsync.communicators.nccl.verify import Verification
 from gradsync.diagnostics import Entry, Running, finish
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, PlanMismatch, RankFailed, describe
 from gradsync.futures import again, is_in_callback, refuse_wait_in_callback
@@ -305,9 +306,7 @@ class Watched:
         backend: the communicator's backend, to which this object keeps only a weak reference.
         nccl: this rank's NCCL communicator.
         failures: the failures that the server reports.
-        explain: returns the error to raise for a failure that the server has reported.
-        raise_if_left: raises RankFailed if one of these world ranks has closed the communicator before a collective of
-            this number; a message has none.
+        verification: explains failures that the server reports, and knows which ranks have closed the communicator.
 
     Attributes:
         label, device_id, timeout_seconds, nccl: of the communicator.
@@ -321,8 +320,7 @@ class Watched:
         backend: Backend,
         nccl: Nccl,
         failures: FailureMonitor,
-        explain: Callable[[GradsyncError], GradsyncError],
-        raise_if_left: Callable[[Sequence[int] | None, int | None], None],
+        verification: Verification,
     ) -> None:
         assert backend.client is not None
         self.label = backend.label
@@ -334,8 +332,7 @@ class Watched:
         self._backend = weakref.ref(backend)
         self._client = backend.client
         self._failures = failures
-        self._explain = explain
-        self._raise_if_left = raise_if_left
+        self._verification = verification
         self._running: deque[GpuWork] = deque()
         self._found: BaseException | None = None  # the error of work that the GPU has ended
         self._kept: list[tuple[Any, list[Any]]] = []  # the event `ended` and the memory of failed work
@@ -463,7 +460,7 @@ class Watched:
             try:
                 await_cause(CAUSE_SECONDS, self.raise_known)  # the server may report the cause later
                 if error.name == "ncclRemoteError":
-                    self._raise_if_left(None, None)
+                    self._verification.raise_if_left()
             except GradsyncError as cause:
                 raise cause from error
         raise error
@@ -474,7 +471,7 @@ class Watched:
         try:
             self._failures.check()
         except GradsyncError as error:
-            raise self._explain(error) from None
+            raise self._verification.explain(error) from None
 
     def stop(self) -> None:
         """From now on only the ends of work are looked for, and failures ignored. Returns at once."""
@@ -501,7 +498,7 @@ class Watched:
                 self._find_failure()
                 return True
             except GradsyncError as error:
-                found = self._explain(error)
+                found = self._verification.explain(error)
             except Exception as error:  # which no other code would report
                 found = NcclError(f"{self.label}: the watcher of collectives failed: {describe(error)}")
             if not self._stopped:
@@ -546,7 +543,7 @@ class Watched:
             if waited_seconds > _LEFT_SECONDS and time.monotonic() - self._asked_at > _LEFT_SECONDS:
                 self._asked_at = time.monotonic()
                 try:
-                    self._raise_if_left(work.peers, None if work.peers or entry is None else entry.number)
+                    self._verification.raise_if_left(work.peers, None if work.peers or entry is None else entry.number)
                 except RankFailed:
                     # A rank may have sent a message, and closed the communicator while the message is on its way.
                     if work.peers is None or self._orphan is work:
