@@ -217,7 +217,7 @@ Examples:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
 @click.pass_context
 def run(context: click.Context, /, **options: Any) -> None:
-    """Runs SCRIPT on several ranks, on this machine or on several.
+    """Runs SCRIPT, which calls gradsync.init_process_group(), on several ranks, here or on several machines.
 
     When a rank fails, the others are ended (with --min-ranks they go on), and the cause is shown last, with its
     traceback; its exit code is that of this command, or 128 + n of a signal. Ctrl-C asks all ranks to end, a second one
