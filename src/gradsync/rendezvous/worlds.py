@@ -707,8 +707,6 @@ class Worlds:
 
     def _wait(self, request: Request, timeout_ms: int) -> None:
         """Has a request answered at its deadline."""
-        if not request.is_open:
-            return
         self._count += 1
         seconds = min(max(timeout_ms, 0) / 1000.0, _LATEST_SECONDS)
         heapq.heappush(self._late, (self.now + seconds, self._count, request))
@@ -976,8 +974,6 @@ class Worlds:
 
     def _fail(self, world: World, generation: Generation, failure: Failure) -> None:
         """Fails a generation, and gives up the members that do not answer, unless they are more than half."""
-        if generation.failure is not None:
-            return
         generation.fail(failure)
         lost = failure.missing if failure.kind == STUCK else (failure.rank,)
         if 2 * len(lost) <= generation.size:
