@@ -358,7 +358,8 @@ class Supervisor:
     def _wait_for_ends(self) -> None:
         """Waits until all ranks have ended or were given up; ends all ranks when one fails or a signal comes."""
         while self._running and not self._gave_up:
-            due_at = min((each.due_at for each in self._endings() if each.due_at is not None), default=None)
+            endings = (self._ending, *self._letting_go.values())
+            due_at = min((each.due_at for each in endings if each.due_at is not None), default=None)
             events = self._selector.select(_LOOK_SECONDS if due_at is None else max(0.0, due_at - time.monotonic()))
             if not events and due_at is None:
                 self._memory.look()
@@ -626,9 +627,6 @@ class Supervisor:
         self._send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._send(signal.SIGCONT)
-
-    def _endings(self) -> list[_Ending]:
-        return [self._ending, *self._letting_go.values()]
 
     def _send_due_signal(self) -> None:
         """Sends the next planned signal to the ranks, if its time has come."""

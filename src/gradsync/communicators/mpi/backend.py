@@ -347,18 +347,15 @@ class MpiBackend(Backend):
         self._requests.release()
         del self._requests  # frees its rooms
 
-    def end_before_finalize(self) -> None:
-        """Ends the communicator: once MPI is finalised, any call of it would end the process."""
-        self.announce()
-        self.fail(CommunicatorClosed("MPI was finalised"), is_known=True)
-
 
 _open: weakref.WeakSet[MpiBackend] = weakref.WeakSet()
 
 
 def _end_all() -> None:
+    """Ends all communicators before MPI is finalised: then any call of it would end the process."""
     for backend in list(_open):
-        backend.end_before_finalize()
+        backend.announce()
+        backend.fail(CommunicatorClosed("MPI was finalised"), is_known=True)
 
 
 @lru_cache(maxsize=256)
