@@ -8,12 +8,11 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
 
 from gradsync.bucketing.bucket import Bucket, GradientSpec, list_of_names
+from gradsync.bucketing.forgotten import identities
 from gradsync.communicators import world
 from gradsync.communicators.agreement import WEIGHT, Agreement, Description, digest_of
 from gradsync.communicators.communicator import Communicator
@@ -53,8 +52,6 @@ class CallbackIdentity:
         self._group = group
         self.made_at = _line_of_program()
         self.text = self.made_at if name is None else repr(str(name))
-        with _lock:
-            _living.add(self)
 
     @property
     def is_of_world(self) -> bool:
@@ -82,22 +79,8 @@ class CallbackIdentity:
 
     def _has_double(self) -> bool:
         own = self._group or world.current
-        with _lock:
-            alike = [each for each in _living if each is not self and each.text == self.text]
+        alike = [each for each in identities() if each is not self and each.text == self.text]
         return any((each._group or world.current) is own for each in alike)
-
-
-_living: WeakSet[CallbackIdentity] = WeakSet()
-_lock = threading.Lock()
-
-
-def _forget_after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()  # another thread of the parent may hold the old one
-    _living.clear()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def _line_of_program() -> str:

@@ -1,5 +1,7 @@
-"""Gradients that were handed over but never reduced: destroy_process_group() raises, the program's exit logs an error.
-gs.rebuild() has all callbacks of the world begin anew.
+"""The callbacks that are alive: no two of them may look alike, and gs.rebuild() has all of the world begin anew.
+
+For gradients that were handed over but never reduced destroy_process_group() raises, and the program's exit logs an
+error.
 
 The process group imports this file, so this file imports almost nothing.
 """
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING
 from gradsync.errors import GradientCancelled
 
 if TYPE_CHECKING:
+    from gradsync.bucketing.events import CallbackIdentity
     from gradsync.bucketing.step import Step
 
 _watched: dict[Step, None] = {}  # the steps of the callbacks that are alive, oldest first
@@ -23,6 +26,11 @@ def watch(callback: object, step: Step) -> None:
     """Watches a callback for gradients that nobody reduces."""
     _watched[step] = None
     weakref.finalize(callback, _collected, step).atexit = False
+
+
+def identities() -> list[CallbackIdentity]:
+    """Returns those of the callbacks that are alive."""
+    return [step.identity for step in list(_watched)]
 
 
 def take_forgotten() -> list[str]:

@@ -147,6 +147,7 @@ class Step:
         identity: which callback it is.
 
     Attributes:
+        identity: see Args.
         ended: the number of steps that have ended, including empty and failed ones.
         statistics: the counters of all steps.
         norm, skip_step, total_weight: of the last step; see AllreduceCallback.
@@ -164,7 +165,7 @@ class Step:
         self.total_weight: float | None = None
         self.parameters = options.parameters
         self._options = options
-        self._identity = identity
+        self.identity = identity
         self._events = StepEvents(options.op, identity, options.settings(), options.threshold_bytes)
         self._hook: BucketHook | None = None
         self._communicator: Communicator | None = None  # of the last step
@@ -226,7 +227,7 @@ class Step:
                     f"{communicator.label}: the group has changed in the middle of a backward pass: call flush() first"
                 )
             self.fail(GradientCancelled("the process group ended before the end of the backward pass"))
-        self._identity.check_alone(communicator)
+        self.identity.check_alone(communicator)
         self._take_up(communicator)
         self._communicator = communicator
 
@@ -368,7 +369,7 @@ class Step:
             )
         native = accept(name, grad, communicator, self._options)
         if key in self._grads:
-            callback = "" if self._identity.name is None else f" to callback {self._identity.text}"
+            callback = "" if self.identity.name is None else f" to callback {self.identity.text}"
             raise InvalidArgument(
                 f"{communicator.label}: {name} was handed over{callback} twice before a flush: add its gradients up "
                 "first, or end each pass with flush() or `with callback.backward()`"
@@ -886,7 +887,7 @@ class Step:
 
         A callback of a group of its own goes on as it is.
         """
-        if not self._identity.is_of_world:
+        if not self.identity.is_of_world:
             return
         if self.count:
             self.fail(GradientCancelled("gs.rebuild() was called before the end of the backward pass"))
