@@ -127,18 +127,6 @@ class _Plan(NamedTuple):
     agreements: tuple[list[Agreement], list[Agreement]]
 
 
-class _Elsewhere(NamedTuple):
-    """A gradient that cannot be reduced where it lies.
-
-    Attributes:
-        native: the array with the values; read at the flush.
-        target: where the reduced values go: `native` itself, or a new array if `native` cannot be written to.
-    """
-
-    native: Array
-    target: Array
-
-
 class Step:
     """The current step of a callback, and the plan of the last one.
 
@@ -188,8 +176,9 @@ class Step:
 
     def _begin(self) -> None:
         """Begins a step without gradients."""
-        self._grads: dict[Hashable, Any] = {}  # this step's gradients, where they can be reduced in place
-        self._elsewhere: dict[Hashable, _Elsewhere] = {}  # those that cannot
+        self._grads: dict[Hashable, Any] = {}  # this step's gradients
+        # Of those that cannot be reduced where they lie: where the results go, the array itself or another one.
+        self._targets: dict[Hashable, Array] = {}
         self._values: dict[Hashable, Any] = {}  # the results that are not in `_grads`
         self._weight = self._weight_of_pass
         self._launched: list[Work] = []  # of the buckets that have been reduced, or launched on a GPU
@@ -391,12 +380,11 @@ class Step:
                 arrays.assign(native, value)
                 native = value
             else:
-                self._elsewhere[key] = _Elsewhere(native, value)
+                self._targets[key] = value
         elif not arrays.writeable(native) or overlaps_itself(native):
-            value = arrays.empty_like(native)
-            self._elsewhere[key] = _Elsewhere(native, value)
+            value = self._targets[key] = arrays.empty_like(native)
         elif not arrays.is_viewed_flat(native):
-            self._elsewhere[key] = _Elsewhere(native, native)
+            self._targets[key] = native
         if beside_host:
             self._marks.add(mark_work(communicator))
         self._grads[key] = native
@@ -607,15 +595,14 @@ class Step:
 
     def _arrays_of(self, bucket: Bucket, communicator: Communicator) -> tuple[list[Array], list[Array] | None]:
         """Returns the arrays with the values of a bucket, and those for the results: None if they are flat as well."""
-        elsewhere = self._elsewhere
         if self._memory is not None:
-            for key in bucket.keys if elsewhere else ():
-                if key in elsewhere:
-                    arrays_of(communicator).assign(elsewhere[key].native, elsewhere[key].target)
+            for key in bucket.keys if self._targets else ():
+                if key in self._targets:
+                    arrays_of(communicator).assign(self._grads[key], self._targets[key])
             return [self._memory.flats[bucket.number]], None
-        if not elsewhere:
-            return [self._grads[key].reshape(-1) for key in bucket.keys], None
-        natives = [elsewhere[key].native if key in elsewhere else self._grads[key] for key in bucket.keys]
+        natives = [self._grads[key] for key in bucket.keys]
+        if not self._targets:
+            return [native.reshape(-1) for native in natives], None
         return natives, [self._result_of(key) for key in bucket.keys]
 
     def _order_launched(self) -> None:
@@ -681,9 +668,8 @@ class Step:
         if self._marks:
             follow_work(communicator, self._marks)
         for key, native in self._grads.items():
-            if key in self._elsewhere:
-                zeros = arrays.empty_like(native)
-                self._elsewhere[key] = self._elsewhere[key]._replace(native=zeros)
+            if key in self._targets:  # the program's array may not be written to
+                self._grads[key] = zeros = arrays.empty_like(native)
                 zeros[...] = 0
             else:
                 arrays.zero(native)
@@ -795,8 +781,8 @@ class Step:
 
     def _result_of(self, key: Hashable) -> Array:
         """Returns the native array that has the reduced values of a gradient."""
-        if key in self._elsewhere:
-            return self._elsewhere[key].target
+        if key in self._targets:
+            return self._targets[key]
         return self._grads[key] if self._memory is None else self._memory.views[key]
 
     def results(self) -> dict[Hashable, Any]:
