@@ -63,11 +63,6 @@ def refuse_in_callback(label: str, what: str) -> None:
         )
 
 
-def is_in_callback() -> bool:
-    """Whether the calling thread is running a done-callback."""
-    return this_thread.callbacks > 0
-
-
 def run_callback(function: Callable[[Any], None], future: CollectiveFuture) -> None:
     """Calls a done-callback; logs what it raises, except SystemExit and Ctrl-C."""
     this_thread.callbacks += 1
@@ -139,11 +134,9 @@ class Failed(Work):
         self.error = error
 
     def order(self, name: str = "", stream: Any = None, timeout_seconds: float | None = None) -> None:
-        """See Work."""
         raise again(self.error)
 
     def failure(self) -> BaseException:
-        """See Work."""
         return self.error
 
 
@@ -207,25 +200,20 @@ class Pending(Work):
             self._error, self._callbacks = error, None
 
     def done(self) -> bool:
-        """See Work."""
         return self._callbacks is None and (self._error is not None or self._rest.done())
 
     def order(self, name: str = "", stream: Any = None, timeout_seconds: float | None = None) -> None:
-        """See Work."""
         self._await_end(name, timeout_seconds)
         self._rest.order(name, stream)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """See Work."""
         self._await_end("", timeout_seconds)
         self._rest.wait(timeout_seconds)
 
     def failure(self) -> BaseException | None:
-        """See Work."""
         return self._rest.failure() if self._error is None else self._error
 
     def when_done(self, function: Callable[[], None]) -> None:
-        """See Work."""
         with _lock:
             if self._callbacks is not None:
                 self._callbacks.append(function)
@@ -428,7 +416,6 @@ class LoggedFuture(CollectiveFuture):
             self._was_read = self.done()
 
     def exception(self) -> BaseException | None:
-        """See CollectiveFuture."""
         error = super().exception()
         self._was_read = True
         return error

@@ -74,20 +74,6 @@ class Message:
             its bytes may tell; see tagged.py.
     """
 
-    __slots__ = (
-        "_when_over",
-        "after",
-        "agreement",
-        "error",
-        "flat",
-        "is_over",
-        "is_sent",
-        "mark",
-        "peer",
-        "target",
-        "work",
-    )
-
     def __init__(
         self, peer: int, flat: Array, agreement: Agreement, target: Array | None = None, mark: Any = None
     ) -> None:

@@ -309,7 +309,6 @@ class _FailedInFuture(Failed):
         self._lifetime = lifetime
 
     def order(self, name: str = "", stream: Any = None, timeout_seconds: float | None = None) -> None:
-        """See Work."""
         self._lifetime.note_read(self.error)
         super().order(name, stream, timeout_seconds)
 

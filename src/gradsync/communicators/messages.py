@@ -170,11 +170,9 @@ class MessageWork(Work):
         return self.has_ended()
 
     def has_ended(self) -> bool:
-        """See Work."""
         return self._are_over and all(message.work.done() for message in self._own)
 
     def order(self, name: str = "", stream: Any = None, timeout_seconds: float | None = None) -> None:
-        """See Work."""
         if not self._are_over:
             refuse_wait_in_callback(name)
             self._messages.wait(self._own, timeout_seconds)
@@ -188,18 +186,15 @@ class MessageWork(Work):
             message.work.order(name, stream, timeout_seconds)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """See Work."""
         self.order(timeout_seconds=timeout_seconds)
         for message in self._own:
             message.work.wait(timeout_seconds)
 
     def failure(self) -> BaseException | None:
-        """See Work."""
         errors = [message.error or message.work.failure() for message in self._own]
         return next((error for error in errors if error is not None), None)
 
     def when_done(self, function: Callable[[], None]) -> None:
-        """See Work."""
         first, *others = self._own
         if others:
             first.when_over(lambda: others[0].when_over(function))

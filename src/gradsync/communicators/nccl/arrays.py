@@ -126,7 +126,6 @@ class DeviceArrays(ArrayKind):
         return cupy.ascontiguousarray(native).reshape(-1)
 
     def is_viewed_flat(self, native: Any) -> bool:
-        """See ArrayKind."""
         return not isinstance(native, np.ndarray) and bool(native.flags.c_contiguous)
 
     def write_back(self, flat: Any, native: Any) -> None:
@@ -138,7 +137,6 @@ class DeviceArrays(ArrayKind):
 
     @_on_own_device
     def empty(self, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
-        """See ArrayKind."""
         if isinstance(like, np.ndarray):
             return np.empty(shape, dtype)
         stream = self.launching.results_on
@@ -151,7 +149,6 @@ class DeviceArrays(ArrayKind):
         return array
 
     def empty_like(self, native: Any) -> Any:
-        """See ArrayKind."""
         return self.empty(native.shape, native.dtype, native)
 
     @_on_own_device
@@ -191,18 +188,15 @@ class DeviceArrays(ArrayKind):
 
     @_on_own_device
     def all_finite(self, flat: Any) -> Any:
-        """See ArrayKind."""
         parts = flat.view(part_dtype(flat.dtype))
         return cupy.isfinite(parts.astype(np.float32) if dtype_name(parts.dtype) == "bfloat16" else parts).all()
 
     @_on_own_device
     def sum_of_squares(self, flat: Any) -> Any:
-        """See ArrayKind."""
         parts = flat.view(part_dtype(flat.dtype))
         return cupy.multiply(parts, parts, dtype=np.float64, casting="unsafe").sum()
 
     def writeable(self, native: Any) -> bool:
-        """See ArrayKind."""
         return native.flags.writeable if isinstance(native, np.ndarray) else not isinstance(native, _ReadOnly)
 
     def byte_bounds(self, native: Any) -> tuple[int, int]:
@@ -212,7 +206,6 @@ class DeviceArrays(ArrayKind):
         return span(native, native.data.ptr)
 
     def share_memory(self, first: Any, second: Any) -> bool:
-        """See ArrayKind."""
         if isinstance(first, np.ndarray) != isinstance(second, np.ndarray):
             return False
         return super().share_memory(_addresses_of(first), _addresses_of(second))

@@ -31,7 +31,7 @@ from gradsync.communicators.nccl.streams import CAPTURE_ERRORS, as_stream, captu
 from gradsync.communicators.nccl.verify import Verification
 from gradsync.diagnostics import Entry, Running, finish
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, PlanMismatch, RankFailed, describe
-from gradsync.futures import again, is_in_callback, refuse_wait_in_callback
+from gradsync.futures import again, refuse_wait_in_callback, this_thread
 from gradsync.machine import start_thread
 from gradsync.rendezvous.client import RendezvousClient
 
@@ -99,7 +99,6 @@ class GpuWork(Launch):
     # -- While launching -----------------------------------------------------------------------------------------
 
     def keep(self, *arrays: Any) -> None:
-        """See Launch."""
         self._memory += arrays
 
     def write_back(self, flat: Any, native: Any) -> None:
@@ -146,7 +145,6 @@ class GpuWork(Launch):
         return True
 
     def order(self, name: str = "", stream: Any = None, timeout_seconds: float | None = None) -> None:
-        """See Work."""
         if self.has_host_results:
             self._wait(name or self.name, timeout_seconds)
             return
@@ -166,17 +164,14 @@ class GpuWork(Launch):
             self._waiting = current
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """See Work."""
         self._wait(self.name, timeout_seconds)
 
     def failure(self) -> BaseException | None:
-        """See Work."""
         if self.error is not None:
             self._watched.tell(self.error)
         return self.error
 
     def when_done(self, function: Callable[[], None]) -> None:
-        """See Work."""
         with self._lock:
             if self._callbacks is not None:
                 self._callbacks.append(function)
@@ -662,7 +657,7 @@ def await_callbacks(seconds: float) -> None:
     A program that ends would otherwise lose its last callbacks, and the error of one that calls a collective. Within a
     done-callback it does nothing: the thread would wait for itself.
     """
-    if is_in_callback():
+    if this_thread.callbacks:
         return
     with _registering:
         everything = list(_all)

@@ -58,7 +58,6 @@ class Messages:
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], awaited: Collection[Message], seconds: float | None
     ) -> None:
-        """See Backend."""
         to_self = [message for message in sends if message.peer == self._shared.rank]
         from_self = [message for message in receives if message.peer == self._shared.rank]
         for sent, received in zip(to_self, from_self, strict=True):  # each came in one call, which compared them
