@@ -25,9 +25,18 @@ def synchronise(model, *, broadcast=True, **options):
     return sync
 
 
-def copy_results(model, sync):
-    """Gives each .grad the mean over all ranks; also where this rank had none, and the optimiser would skip it."""
-    for name, mean in sync.results().items():
+def copy_results(model, sync, *, find_unused=False):
+    """Gives each .grad the mean over all ranks; also where this rank had none, and the optimiser would skip it.
+
+    With find_unused=True, .grad stays None where no rank had one: one more collective finds out.
+    """
+    means = sync.results()
+    if find_unused:
+        names = sorted(means)  # the order of hand-over may differ between ranks
+        used = torch.tensor([model.get_parameter(name).grad is not None for name in names])
+        gs.get_communicator().all_reduce(used, "max")
+        means = {name: means[name] for name, is_used in zip(names, used, strict=True) if is_used}
+    for name, mean in means.items():
         model.get_parameter(name).grad = torch.as_tensor(mean)  # shares the memory
 
 

@@ -367,7 +367,7 @@ def test_a_torch_model_and_its_optimiser_survive_a_rank(cli):
 @pytest.mark.slow
 @pytest.mark.ranks(3, fresh=True)
 def test_a_torch_model_is_that_of_one_process_where_ranks_lack_gradients(comm):
-    """Each rank uses another layer; then rank 1 has no batch. One layer is frozen."""
+    """Each rank uses another layer; then rank 1 has no batch; then no rank uses some. One layer is frozen."""
     torch = pytest.importorskip("torch")
     sys.path[:0] = [str(EXAMPLES)]
     from torch_loop import copy_results, synchronise
@@ -384,19 +384,26 @@ def test_a_torch_model_is_that_of_one_process_where_ranks_lack_gradients(comm):
     def loss_of(model, batch, layers):
         return sum(model[name](model["frozen"](batch)).square().mean() for name in layers)
 
-    for missing, layers_of in (
-        ("zero", [("all", "odd" if rank % 2 else "even") for rank in range(comm.world_size)]),
-        ("error", [() if rank == 1 else ("all", "even", "odd") for rank in range(comm.world_size)]),
+    others = [("all", "odd" if rank % 2 else "even") for rank in range(comm.world_size)]
+    without_1 = [() if rank == 1 else ("all", "even", "odd") for rank in range(comm.world_size)]
+    rarely_odd = [
+        [("all", "odd") if rank == step % 5 else ("all",) for rank in range(comm.world_size)] for step in range(20)
+    ]
+    for missing, find_unused, layers_in in (
+        ("zero", False, [others] * 20),
+        ("error", False, [without_1] * 20),
+        ("zero", True, rarely_odd),  # and never "even"
     ):
         model, optimizer = make(comm.rank)
-        sync, layers = synchronise(model, missing=missing), layers_of[comm.rank]
+        sync = synchronise(model, missing=missing)
         alone, optimizer_alone = make(0)
-        for batches in samples:
+        for batches, layers_of in zip(samples, layers_in, strict=True):
+            layers = layers_of[comm.rank]
             optimizer.zero_grad()
-            with sync.backward(weight=len(layers)):
+            with sync.backward(weight=int(layers != ())):
                 if layers:
                     loss_of(model, batches[comm.rank], layers).backward()
-            copy_results(model, sync)
+            copy_results(model, sync, find_unused=find_unused)
             optimizer.step()
             optimizer_alone.zero_grad()
             losses = [loss_of(alone, *of_rank) for of_rank in zip(batches, layers_of, strict=True) if of_rank[1]]
