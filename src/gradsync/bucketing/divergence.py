@@ -21,7 +21,7 @@ import numpy as np
 from gradsync.communicators import world
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.for_bucketing import arrays_of, exchange_numbers, runs_beside_host
+from gradsync.communicators.for_bucketing import arrays_of, runs_beside_host
 from gradsync.errors import PlanMismatch
 
 _log = logging.getLogger("gradsync")
@@ -124,7 +124,7 @@ class Divergence:
         rows: list[list[int]] = [[]]
         if is_fixed or any(each.array is not None for each in parameters):
             agreement = Agreement(digest_of(_WHAT, step.digest), step.describe, summarise=lambda: _WHAT)
-            rows = exchange_numbers(communicator, _WHAT, mine, agreement)
+            rows = communicator.share_numbers(_WHAT, mine, agreement)
         known = [at for at, of_ranks in enumerate(zip(*rows, strict=True)) if all(of_ranks)]
         different = [at for at in known if any(row[at] != rows[0][at] for row in rows)]
         if different:

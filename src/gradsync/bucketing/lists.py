@@ -16,7 +16,7 @@ from gradsync.arguments import integer_of
 from gradsync.bucketing.divergence import note_broadcast
 from gradsync.communicators.agreement import Agreement, Description, array_text, digest_of
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.for_bucketing import arrays_of, broadcast_list, exchange_numbers
+from gradsync.communicators.for_bucketing import arrays_of, broadcast_list
 from gradsync.communicators.groups import NonMember
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.world import group_or_world
@@ -253,7 +253,7 @@ def broadcast_named(
     if communicator.rank != root:
         writable = [arrays.writeable(native) and not overlaps_itself(native) for _, native in named]
         refused = writable.index(False) if False in writable else refused
-    by_rank = [number for [number] in exchange_numbers(communicator, what, [refused], agreement)]
+    by_rank = [number for [number] in communicator.share_numbers(what, [refused], agreement)]
     if (first := min(by_rank)) < len(named):
         ranks = [rank for rank, number in zip(communicator.ranks, by_rank, strict=True) if number == first]
         raise InvalidArgument(

@@ -54,8 +54,6 @@ from gradsync.communicators.for_bucketing import (
     arrays_of,
     check_stream,
     compare,
-    exchange_floats,
-    exchange_numbers,
     flats_of,
     follow_work,
     has_failed,
@@ -63,6 +61,7 @@ from gradsync.communicators.for_bucketing import (
     mark_work,
     reduce_list,
     runs_beside_host,
+    share_floats,
     share_weight,
     stray,
     timeout_seconds,
@@ -266,7 +265,7 @@ class Step:
         except BackendUnavailable as unavailable:
             memory, error = None, unavailable
         agreement = self._events.of_memory(self._plan.buckets)
-        have_memory = exchange_numbers(communicator, "gradient_buffers()", [int(error is None)], agreement)
+        have_memory = communicator.share_numbers("gradient_buffers()", [int(error is None)], agreement)
         lacking = [rank for rank, [has_memory] in enumerate(have_memory) if not has_memory]
         if lacking or memory is None:
             self._memory = None
@@ -688,7 +687,7 @@ class Step:
             factor, work, total = share_weight(communicator, self._weight, agreement)
             self._factor, self._shared_weight = (ReduceOp.SUM, factor), (work, total)
         else:
-            rows = exchange_floats(communicator, "backward(weight=)", [self._weight], agreement)
+            rows = share_floats(communicator, "backward(weight=)", [self._weight], agreement)
             weights = [weight for [weight] in rows]
             self._total_weight = sum(weights)
             if self._total_weight == 0.0 or len(set(weights)) == 1:  # the plain mean, bit for bit

@@ -16,7 +16,7 @@ import numpy as np
 from gradsync.bucketing.lists import array_module
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.for_bucketing import arrays_of, exchange_floats
+from gradsync.communicators.for_bucketing import arrays_of, share_floats
 from gradsync.reduction import Array, part_dtype
 
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -70,7 +70,7 @@ def norm_of(reduced: Sequence[Array], squares: float | None, communicator: Commu
     """
     least, most = _SAFE_SQUARES
     if squares is not None:
-        total = sum([of_rank for [of_rank] in exchange_floats(communicator, "norm", [squares], agreement)])
+        total = sum([of_rank for [of_rank] in share_floats(communicator, "norm", [squares], agreement)])
         if least < total < most or all(part_dtype(array.dtype) != _WIDE for array in reduced):
             return Norm(1.0, math.sqrt(total))
     arrays = arrays_of(communicator)
@@ -83,7 +83,7 @@ def norm_of(reduced: Sequence[Array], squares: float | None, communicator: Commu
         largest = max([float(np.abs(part).max(initial=0.0)) for part in parts])
         if 0.0 < largest < math.inf:
             scale, squares = largest, sum([float(np.square(part / largest).sum()) for part in parts])
-    rows = exchange_floats(communicator, "norm", [scale, squares], agreement)
+    rows = share_floats(communicator, "norm", [scale, squares], agreement)
     rows = [row for row in rows if row[1] != 0.0]
     largest = max([scale for scale, _ in rows], default=1.0)
     return Norm(largest, math.sqrt(sum([squares * (scale / largest) ** 2 for scale, squares in rows])))

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from gradsync.arguments import integer_of
-from gradsync.communicators.agreement import LayoutsDiffer, agreement_on, machine_digest
+from gradsync.communicators.agreement import Agreement, LayoutsDiffer, agreement_on, machine_digest
 from gradsync.communicators.backend import Backend, Launch, Message
 from gradsync.communicators.collectives import Collectives
 from gradsync.communicators.groups import CommunicatorTree, NonMember, await_members, listed, reporting_failures
@@ -227,9 +227,12 @@ class Communicator(Collectives):
         """
         return cast(Communicator, self.split(machine_digest() - 2**63))  # no NonMember, as this rank passes a color
 
-    def share_numbers(self, what: str, numbers: Sequence[int]) -> list[list[int]]:
-        """All-gathers 64-bit integers, equally many on each rank, for the method `what`. For gradsync's own use."""
-        agreement = agreement_on(what, (), None, "")
+    def share_numbers(self, what: str, numbers: Sequence[int], agreement: Agreement | None = None) -> list[list[int]]:
+        """All-gathers 64-bit integers, equally many on each rank, for the method `what`. For gradsync's own use.
+
+        First the ranks compare the agreement; without one they agree on `what`.
+        """
+        agreement = agreement or agreement_on(what, (), None, "")
         self._backend.checked_stream(None, what)
         with self._lifetime.turn(what, agreement):
             return self._backend.share_numbers(numbers, agreement)

@@ -85,21 +85,12 @@ def reduce_list(
     return launch
 
 
-def exchange_numbers(
-    communicator: Communicator, what: str, numbers: Sequence[int], agreement: Agreement
-) -> list[list[int]]:
-    """Compares the agreement, and returns the 64-bit integers of each rank. Every rank must call it."""
-    check_stream(communicator, what)
-    with communicator._lifetime.turn(what, agreement):
-        return communicator._backend.share_numbers(numbers, agreement)
-
-
-def exchange_floats(
+def share_floats(
     communicator: Communicator, what: str, numbers: Sequence[float], agreement: Agreement
 ) -> list[list[float]]:
-    """Compares the agreement, and returns the float64 numbers of each rank. Every rank must call it."""
+    """All-gathers float64 numbers; see Communicator.share_numbers."""
     bits = np.array(numbers, np.float64).view(np.int64).tolist()
-    rows: Array = np.array(exchange_numbers(communicator, what, bits, agreement), np.int64)
+    rows: Array = np.array(communicator.share_numbers(what, bits, agreement), np.int64)
     floats: list[list[float]] = rows.view(np.float64).tolist()
     return floats
 
