@@ -123,7 +123,7 @@ class Objects:
         agreement = self._message_agreement(self._backend.rank, dest)
         size = np.array([len(data) if mine.refusal is None else -len(data)], np.int64)
         for array in (size.view(np.uint8), np.frombuffer(data, np.uint8)):
-            self._exchange("objects.send", [Message(dest, self._on_device(array), agreement)], [])
+            self._exchange("objects.send", [Message(dest, self._backend.arrays.flat(array), agreement)], [])
         if mine.refusal is not None:
             raise self._refused({self._backend.rank: mine.refusal.decode()}, agreement) from mine.cause
 
@@ -151,10 +151,6 @@ class Objects:
         [message] = [*sends, *receives]
         message.mark = self._backend.mark_work()
         self._communicator._send_and_receive(what, sends, receives, None, None)
-
-    def _on_device(self, array: Array) -> Array:
-        flat: Array = self._backend.arrays.flat(array)
-        return flat
 
     def _message_agreement(self, sender: int, receiver: int) -> Agreement:
         ranks = self._backend.ranks
@@ -197,7 +193,7 @@ class Objects:
             data = np.empty(size if sender is None else shared[sender][rank], np.uint8)
             # On the communicator's own stream, so that the host need not wait for the work on the caller's stream.
             with backend.launching(None, []) as launch:
-                source = self._on_device(np.frombuffer(sent, np.uint8))
+                source = backend.arrays.flat(np.frombuffer(sent, np.uint8))
                 target = self._communicator._flat_target(data)
                 launch.keep(source, target)
                 if sender is not None:

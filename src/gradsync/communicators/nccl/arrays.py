@@ -182,6 +182,7 @@ class DeviceArrays(ArrayKind):
                 by = wide.type(factor) if isinstance(factor, float) else factor.astype(wide)
                 cupy.multiply(part, by, out=part, dtype=wide, casting="unsafe")
 
+    @_on_own_device
     def digest(self, native: Any) -> int:
         """See ArrayKind. The host makes it, of a copy; it waits for the work that is queued on the current stream."""
         return super().digest(native if isinstance(native, np.ndarray) else native.get())
