@@ -366,6 +366,44 @@ def test_the_first_difference_of_a_tree_is_named_and_nothing_is_written(comm):
     assert (arrays.get(gs.broadcast_tree(put(2), 1)) == 1).all()
 
 
+@pytest.mark.ranks(on={"shm": (2,), "fake": (2,), "gpu": (2,)})
+@pytest.mark.parametrize("number", [np.float32(1.5), np.complex128(1 - 2j), np.bool_(True), 7, 0.25, True])
+def test_a_number_and_an_array_without_axes_fit_each_other(comm, number):
+    """`momentum = 0.9 * momentum + g` makes a number of an array of shape (), which a new rank still has."""
+    kept = np.zeros((), np.asarray(number).dtype)
+    weights = np.full(3, float(comm.rank))
+    given = {"a": number if comm.rank == 0 else kept, "w": weights, "z": comm.rank}
+    for _ in range(2):
+        got = gs.broadcast_tree(given)
+        assert got["a"] == number
+        assert comm.rank == 0 or got["a"] is kept
+        assert (got["z"], weights.any()) == (0, False)
+        gs.average_gradients(np.zeros(1))
+    kept[...] = 0
+    root = np.asarray(number)
+    got = gs.broadcast_tree({"w": weights, "a": root if comm.rank == 0 else type(number)(0)})
+    assert (got["a"].dtype, got["a"].shape, got["a"]) == (root.dtype, (), root)
+
+
+@pytest.mark.ranks(2)
+def test_a_number_does_not_fit_another_array(comm):
+    read_only = np.zeros(())
+    read_only.flags.writeable = False
+    one = np.zeros(1)
+    for array in (np.zeros((), np.float32), one, read_only, np.zeros((), int), np.zeros((), "datetime64[s]")):
+        for pair in ((1.5, array), (array, 1.5)):
+            if array is read_only and pair[0] is array:  # the root's is only read
+                continue
+            with pytest.raises(gs.PlanMismatch) as raised:
+                gs.broadcast_tree([pair[comm.rank]])
+            assert list(raised.value.descriptions) == [1]
+            assert not np.asarray(array).astype(float).any()
+    with pytest.raises(gs.PlanMismatch):  # the root's number would also change the rows
+        gs.broadcast_tree([1.5, one] if comm.rank == 0 else [one.reshape(()), one])
+    with pytest.raises(gs.PlanMismatch):
+        gs.broadcast_tree([1.5, 2.5] if comm.rank == 0 else [shared := np.zeros(()), shared])
+
+
 class Unreadable:
     """Its pickle cannot be read on rank 1, and would end that process."""
 

@@ -341,6 +341,10 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     tree that is returned has it. So of an object with arrays inside, such as a model, pass its arrays. What a JAX
     pytree does not list among its children, such as static fields, is not sent.
 
+    A 0-d array of NumPy and a number of its dtype fit each other: arithmetic and np.load turn one into the other. The
+    root's number is written into this rank's array. In place of this rank's number the tree that is returned has a new
+    array.
+
     Once the ranks have made a step, or were rebuilt, they write to their arrays only when all have arrived, for which
     they need memory for a second copy: if a rank dies meanwhile, no other is left with half of a state.
 
@@ -385,12 +389,19 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     skeleton = structure, values, described, _shared_memory(list(natives.values()), arrays)
     sent = communicator.objects.broadcast_for("broadcast_tree", _AsBytes(skeleton), root)
     whole, named, difference = tree, [], None
+    numbers: dict[Path, Any] = {}
     try:
         structure, values, of_root, shared = skeleton if communicator.rank == root else pickle.loads(sent)
-        named = [(_name(path), natives[path]) for path in of_root if path in natives]
-        difference = _difference(described, of_root) or _difference_in_memory(named, shared, arrays)
+        from_root = _leaves_of(structure, values)
+        new, numbers = _fit_numbers(own, of_root, from_root)
+        own |= new
+        natives |= {path: communicator.native_array(array, "broadcast_tree") for path, array in new.items()}
+        described |= {path: of_root[path] for path in (*new, *numbers)}
+        named = [(_name(path), natives[path]) for path in of_root if path in natives and path not in numbers]
+        written = named + [(_name(path), own[path]) for path in numbers]
+        difference = _difference(described, of_root) or _difference_in_memory(written, shared, arrays)
         if difference is None:
-            values = [own[path] if path in natives else value for path, value in _leaves_of(structure, values).items()]
+            values = [own[path] if path in natives else value for path, value in from_root.items()]
             whole = unflatten(tree, structure, iter(values))
     except KeyboardInterrupt:
         raise
@@ -406,6 +417,8 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
             descriptions=differences,
         )
     broadcast_named("broadcast_tree", named, root, communicator, at_once=communicator.has_begun)
+    for path, number in numbers.items():
+        own[path][...] = number
     return whole
 
 
@@ -427,6 +440,30 @@ def _described(content: Any, native: Array | None) -> tuple[str, str]:
         return (array_text(native.dtype, native.shape),) * 2
     name = type(content).__name__
     return "", "None" if content is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _fit_numbers(
+    own: Mapping[Path, Any], of_root: Mapping[Path, tuple[str, str]], from_root: Mapping[Path, Any]
+) -> tuple[dict[Path, Array], dict[Path, Any]]:
+    """Returns new 0-d arrays for this rank's numbers where the root has arrays, and the root's numbers for its arrays.
+
+    `momentum = 0.9 * momentum + gradient` makes a number of a 0-d array: a rank that was started again has the array
+    still. Only equal dtypes fit.
+    """
+    new, numbers = {}, {}
+    for path, leaf in own.items():
+        if (dtype := _dtype_of_number(leaf)) is not None:
+            if path in of_root and of_root[path][0] == array_text(dtype, ()):
+                new[path] = np.empty((), dtype)
+        elif type(leaf) is np.ndarray and leaf.shape == () and leaf.flags.writeable:
+            dtype = _dtype_of_number(from_root.get(path))
+            if dtype is not None and dtype == leaf.dtype:
+                numbers[path] = from_root[path]
+    return new, numbers
+
+
+def _dtype_of_number(value: Any) -> np.dtype[Any] | None:
+    return np.asarray(value).dtype if isinstance(value, (np.number, np.bool_, int, float, complex)) else None
 
 
 def _difference(own: Mapping[Path, tuple[str, str]], of_root: Mapping[Path, tuple[str, str]]) -> str | None:
