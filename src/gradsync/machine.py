@@ -236,7 +236,7 @@ def count_gpus(environ: Mapping[str, str] = os.environ, device_folder: str = "/d
     If the machine has one, those that CUDA_VISIBLE_DEVICES names count, whether they exist or not.
 
     Args:
-        environ: the environment variables.
+        environ: the variables of that process.
         device_folder: where the driver's device files are.
     """
     try:
@@ -399,8 +399,7 @@ def address_towards(host: str, port: int) -> str | None:
     Nothing is sent: the kernel knows.
 
     Args:
-        host: the host's name or address.
-        port: a port of the host.
+        host, port: the host's name or address, and any port.
     """
     import socket
 

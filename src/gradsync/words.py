@@ -191,15 +191,7 @@ def _error_for(where: str, word: str) -> str | None:
 
 
 def refuse_removed(where: str, word: str) -> None:
-    """Raises an error if a word has gone.
-
-    Args:
-        where: a key of REMOVED.
-        word: the word that a user has typed.
-
-    Raises:
-        InvalidArgument: 0.3 does not have the word.
-    """
+    """Raises InvalidArgument if 0.3 has a user's word no more; `where` is a key of REMOVED."""
     if text := _error_for(where, word):
         raise InvalidArgument(text)
 
@@ -209,7 +201,7 @@ def hint(where: str, word: str, known: Iterable[str] = ()) -> str:
 
     Args:
         where: a key of FOREIGN, or a text that is none.
-        word: the word that a user has typed.
+        word: what a user has typed.
         known: the words that there are.
 
     Returns:
@@ -269,14 +261,10 @@ def is_import_from(frame: FrameType) -> bool:
 
 
 def no_name(name: str, known: Iterable[str]) -> NoReturn:
-    """Raises the error for `from gradsync import NAME` with a name that does not exist, or that has gone.
+    """Raises ImportError for `from gradsync import NAME` with a name that does not exist; RemovedModule if it has gone.
 
     Args:
-        name: the name.
-        known: the names that there are.
-
-    Raises:
-        ImportError: always; a RemovedModule if the name has gone.
+        name, known: the name, and those that there are.
     """
     if text := _error_for("gradsync", name):
         raise RemovedModule(text)
@@ -284,12 +272,5 @@ def no_name(name: str, known: Iterable[str]) -> NoReturn:
 
 
 def no_module(name: str) -> NoReturn:
-    """Raises the error for an import of a module that has gone.
-
-    Args:
-        name: the module's name in gradsync.
-
-    Raises:
-        RemovedModule: always.
-    """
+    """Raises RemovedModule for an import of a module of gradsync that has gone."""
     raise RemovedModule(_error_for("gradsync", name))

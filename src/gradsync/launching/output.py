@@ -206,8 +206,7 @@ class _Screen:
     """One stream of the launcher, with the thread that copies ranks' output to it.
 
     Args:
-        descriptor: the descriptor to write to; -1 drops the output.
-        warnings: the descriptor that gets the warnings; -1 drops the warnings.
+        descriptor, warnings: where the output goes, and where warnings go; -1 drops them.
         prefix: whether each line begins with its rank.
     """
 

@@ -59,8 +59,7 @@ def start_record(job: Job, secret: bytes, *, shows_lines: bool) -> Iterator[Star
     users can open neither.
 
     Args:
-        job: the job of the ranks.
-        secret: the secret of the run.
+        job, secret: those of the run.
         shows_lines: whether the launcher shows the ranks' output line by line.
     """
     launcher = {"shows_lines": shows_lines, "has_others": job.has_others, "goes_on": job.min_ranks is not None}
@@ -122,12 +121,6 @@ class RankProcess:
     @no_other_fork()
     def start(self, target: Target, record: StartRecord, environ: dict[str, str], streams: tuple[int, ...]) -> None:
         """Starts the rank.
-
-        Args:
-            target: the program of the rank.
-            record: what the rank finds at its start.
-            environ: the environment variables of the rank.
-            streams: the descriptors that become the rank's standard input, output and error.
 
         Raises:
             OSError: the system allows no more processes or open files, or finds no wrapper of this name.

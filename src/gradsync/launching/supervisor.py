@@ -72,7 +72,6 @@ def supervise(job: Job, *, make_output: MakeOutput | None = None, notices: Notic
     to end already.
 
     Args:
-        job: the job.
         make_output: makes what shows the ranks' output; by default the ranks write to this process's own streams.
         notices: prints notices after Ctrl-C and before a restart; by default nobody does.
 

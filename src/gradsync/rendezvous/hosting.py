@@ -108,11 +108,6 @@ def is_sent_over_mpi(own: RankEnvironment, address: str | None, backend: str) ->
 
     So it is if no address is given, and the wanted backend is "mpi", or the launcher's variables tell of no other way.
 
-    Args:
-        own: this rank's environment.
-        address: host:port from the caller, or None.
-        backend: the wanted backend; may be "auto".
-
     Raises:
         InvalidArgument: a variable says the secret, or where it is, and is wrong.
     """

@@ -42,8 +42,7 @@ def bind_listener(host: str, port: int, *, if_taken: str = "use port 0 for a fre
     """Returns a listening socket. With port 0 the kernel chooses a free port, and the socket reserves it.
 
     Args:
-        host: name or address of the interface.
-        port: the port.
+        host, port: of the interface, its name or address.
         if_taken: advice for the error when another process holds the port.
 
     Raises:

@@ -49,8 +49,7 @@ class Reporter:
     """Sends the only report of a rank.
 
     Args:
-        pipe: the descriptor of the report pipe.
-        file: the descriptor of the result file.
+        pipe, file: the descriptors of the report pipe and of the result file.
     """
 
     def __init__(self, pipe: int, file: int) -> None:
