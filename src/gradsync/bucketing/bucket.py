@@ -24,9 +24,7 @@ from gradsync.communicators.for_bucketing import arrays_of
 from gradsync.errors import BackendUnavailable, InvalidArgument, size_text
 from gradsync.reduction import Array, dtype_of
 
-DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
-#: For gradients that live in buckets on the CPU: nothing is packed, and each further bucket costs its barriers.
-VIEWS_ON_CPU_THRESHOLD_BYTES = 64 * 1024**2
+_DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
 
 _SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMG]?i?B)\s*", re.IGNORECASE)
 _UNITS = {"B": 1, "KB": 1024, "MB": 1024**2, "GB": 1024**3}
@@ -110,12 +108,12 @@ def cut(keyed: Iterable[tuple[Hashable, GradientSpec]], threshold_bytes: int) ->
 
 
 def checked_threshold(value: Any) -> int:
-    """Returns the option threshold_bytes as a number of bytes.
+    """Returns the option threshold_bytes as a number of bytes; for None the default.
 
     Raises:
         InvalidArgument: it is neither an integer of at least 1 nor text such as "25 MB".
     """
-    number = integer_of(value)
+    number = _DEFAULT_THRESHOLD_BYTES if value is None else integer_of(value)
     if number is None and isinstance(value, str) and (found := _SIZE.fullmatch(value)):
         size_bytes = float(found["number"]) * _UNITS[found["unit"].upper().replace("I", "")]
         number = round(size_bytes) if isfinite(size_bytes) else None

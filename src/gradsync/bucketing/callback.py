@@ -56,8 +56,7 @@ class AllreduceCallback:
             that one line makes, in a loop or a helper: a second one that looks like one alive is refused at its first
             use. (Those that live one after the other look alike too, and the ranks must use them in one order.)
         threshold_bytes: the largest bucket of several gradients, in bytes or as text such as "25 MB"; 1 MB is 1024**2
-            bytes. A larger gradient has a bucket of its own. None means 10 MB, or 64 MB for `gradient_as_bucket_view`
-            on the CPU.
+            bytes. A larger gradient has a bucket of its own. None means 10 MB.
         parameters: the parameters that have a gradient in each step: a mapping of names to arrays or to (shape, dtype),
             or a list of arrays, which are then handed over as `param`. Buckets are cut in this order. On a GPU a bucket
             is reduced as soon as it and all before it are complete, beside the backward pass, so begin with the
@@ -147,11 +146,7 @@ class AllreduceCallback:
 
     @property
     def threshold_bytes(self) -> int:
-        """The largest size of a bucket of several gradients, in bytes.
-
-        With `gradient_as_bucket_view` and without `threshold_bytes`, the value depends on the communicator: 64 MB on
-        the CPU, 10 MB on a GPU. Before the callback has a communicator, the value is 10 MB.
-        """
+        """The largest size of a bucket of several gradients, in bytes."""
         return self._step.threshold_bytes
 
     def __call__(self, param: Any, grad: Any) -> GradientFuture:

@@ -59,10 +59,6 @@ class Options:
         """Whether a flush looks at the reduced values."""
         return self.clip_norm is not None or self.nonfinite != "off"
 
-    def threshold_or(self, default_bytes: int) -> Any:
-        """Returns the option `threshold_bytes`, unchecked, or the default if it is None."""
-        return default_bytes if self.threshold_bytes is None else self.threshold_bytes
-
     def settings(self) -> dict[str, str]:
         """Returns the options that must be equal on all ranks as text, but for reduce_method, and those with defaults.
 

@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradsync.bucketing.bucket import (
-    DEFAULT_THRESHOLD_BYTES,
-    VIEWS_ON_CPU_THRESHOLD_BYTES,
     Bucket,
     BucketHook,
     BucketMemory,
@@ -143,7 +141,7 @@ class Step:
     """
 
     def __init__(self, options: Options, identity: CallbackIdentity) -> None:
-        self.threshold_bytes = checked_threshold(options.threshold_or(DEFAULT_THRESHOLD_BYTES))
+        self.threshold_bytes = checked_threshold(options.threshold_bytes)
         self.ended = 0
         self.statistics = Statistics()
         self._raised_on_all: weakref.ref[BaseException] | None = None  # its traceback holds the callback
@@ -232,9 +230,6 @@ class Step:
         self._is_watched = self._stays_watched or self.unread is not None
         if self._is_fixed:
             self._known = known_parameters(options.parameters, options.op, communicator)
-            in_views = options.gradient_as_bucket_view and not runs_beside_host(communicator)
-            default = VIEWS_ON_CPU_THRESHOLD_BYTES if in_views else DEFAULT_THRESHOLD_BYTES
-            self.threshold_bytes = checked_threshold(options.threshold_or(default))
             self._plan = self._plan_of(list(self._known))
             # The program's buffers stay those of the callback: it writes gradients into them, and reads the results.
             if self._memory is not None and not self._memory.goes_on(self._plan.buckets, communicator):
