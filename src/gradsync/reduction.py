@@ -199,7 +199,7 @@ def divide_into(values: Array, count: int, out: Array) -> None:
         out: an array for the quotients, which may be `values` itself.
     """
     part = part_dtype(values.dtype)
-    if part is not values.dtype:
+    if values.dtype.kind == "c":
         values, out = values.reshape(-1).view(part), out.reshape(-1).view(part)
     if count & (count - 1) == 0:
         np.multiply(values, part.type(1.0 / count), out=out)

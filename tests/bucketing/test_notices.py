@@ -371,6 +371,23 @@ def test_what_was_broadcast_is_not_kept(comm):
 
 
 @pytest.mark.ranks(2, fresh=True)
+def test_a_step_of_another_callback_inside_the_block_may_change_what_was_broadcast(comm):
+    """As of two networks alike that learn from each other's outputs."""
+    nets = {"first": np.zeros(3), "second": np.zeros(3)}
+    gs.bcast_list_(list(nets.values()))
+    outer, inner = (gs.AllreduceCallback("mean", name=name) for name in nets)
+    with Heard() as lines:
+        for _ in range(2):
+            with outer.backward():
+                outer("w", np.full(3, 1.0 + comm.rank))
+                with inner.backward():
+                    inner("w", np.full(3, 1.0 + comm.rank))
+                nets["second"] -= inner.results()["w"]
+            nets["first"] -= outer.results()["w"]
+    assert lines == []
+
+
+@pytest.mark.ranks(2, fresh=True)
 def test_gradients_that_were_broadcast_are_no_parameters(comm):
     """A program may broadcast all that it has, also the arrays in which it adds up gradients."""
     total = np.zeros(3)

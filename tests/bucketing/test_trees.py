@@ -470,6 +470,13 @@ def test_an_object_with_arrays_inside_is_refused_because_they_would_stay_as_they
     assert not weights.any()
 
 
+@pytest.mark.ranks(2)
+def test_sparse_arrays_are_values_that_come_from_the_root(comm):
+    sparse = pytest.importorskip("scipy.sparse")
+    sent = gs.broadcast_tree({"graph": sparse.csr_array(np.eye(2) * (1 + comm.rank))})
+    assert sent["graph"].diagonal().tolist() == [1.0, 1.0]
+
+
 @pytest.mark.ranks(3, ends={0: -signal.SIGKILL})
 @pytest.mark.parametrize("milliseconds", [15, 40, 80])
 def test_a_root_that_dies_leaves_nobody_half_of_its_state(comm, milliseconds):
@@ -541,6 +548,8 @@ def trees_of_jax(comm):
     sent = gs.broadcast_tree(Model(np.full(3, float(comm.rank)), model.activation), 1, comm)
     assert sent.activation is model.activation
     difference = outcome(gs.broadcast_tree, [sent if comm.rank else Model(np.ones(2), None)], 0, comm)
+    key = gs.broadcast_tree({"key": jax.random.key(comm.rank)}, 1, comm)["key"]
+    assert key == jax.random.key(1)
     return averaged.weight.tolist(), sent.weight.tolist(), str(difference).splitlines()[1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import pickle
 import weakref
 
 import ml_dtypes
@@ -202,6 +203,15 @@ def test_what_is_clipped_is_what_the_futures_give(comm, layout):
     if isinstance(fixed, np.ndarray):
         assert (fixed == 4.0).all()
         assert results["b"] is not fixed
+
+
+@pytest.mark.ranks(2)
+def test_arrays_that_came_by_pickle_are_clipped_as_all_others(comm):
+    """Their dtype equals NumPy's own, and is another object."""
+    sync = gs.AllreduceCallback("mean", comm, clip_norm=1.0)
+    turned = pickle.loads(pickle.dumps(np.asfortranarray(np.full((2, 2), 3.0))))
+    results = step(sync, {"a": np.full(2, 4.0), "b": turned})
+    np.testing.assert_allclose(results["b"], 3.0 / math.sqrt(4 * 9.0 + 2 * 16.0), rtol=1e-5)
 
 
 @pytest.mark.ranks(2)

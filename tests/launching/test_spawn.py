@@ -1,5 +1,6 @@
 """gs.spawn, with what PaddlePaddle's spawn offers: the context with its processes and queues, options, failures."""
 
+import functools
 import multiprocessing.connection
 import os
 import queue
@@ -114,6 +115,23 @@ def test_a_function_that_wants_the_rank_first_is_refused_before_anything_starts(
 
     with pytest.raises(gs.InvalidArgument, match=r"calls .*train\(\*args\) without the rank"):
         gs.spawn(train, (2,), 2)
+
+
+def configured(function):
+    @functools.wraps(function)
+    def with_configuration(*args):
+        return function({"rate": 0.1}, *args)
+
+    return with_configuration
+
+
+@configured
+def rate(configuration):
+    return configuration["rate"]
+
+
+def test_a_decorator_may_fill_in_the_first_argument():
+    assert gs.spawn(rate, (), 1).return_queues[0].get() == 0.1
 
 
 def test_each_process_has_its_own_environment_without_proxies(monkeypatch):

@@ -69,6 +69,7 @@ class Divergence:
         self._is_unsure = False  # whether the ranks began with the same parameters; told at the end of the step
         self._has_gradients = False  # `parameters=` names the gradients' arrays, not the parameters
         self._before: list[tuple[Any, int]] = []  # what may be parameters, with digests from the first step's beginning
+        self._made_before = 0  # the steps of all callbacks that had ended then
 
     @property
     def is_due(self) -> bool:
@@ -91,10 +92,10 @@ class Divergence:
         given = parameters.values() if isinstance(parameters, Mapping) else parameters or ()
         known = [array for array in given if type(array) is np.ndarray]
         if not known:
-            worlds = {self._communicator, world.current or self._communicator}
-            refs = [found for each in worlds for found in _broadcast.get(each, {}).values()]
+            refs = [found for each in _and_world(self._communicator) for found in _broadcast.get(each, {}).values()]
             known = [array for found in refs if (array := found()) is not None]
         self._before = [(array, arrays.digest(array)) for array in known]
+        self._made_before = self._made()
 
     def end_step(self, *, is_used: bool) -> None:
         """Counts a step that all ranks have ended; `is_used`: with results that change the parameters."""
@@ -151,13 +152,18 @@ class Divergence:
         """Whether all parameters have changed since the first step's first gradient.
 
         What was broadcast may be something else, such as the statistics of a layer, which do change in the block. So
-        for each gradient an array of its shape must have changed.
+        for each gradient an array of its shape must have changed. And a step of another callback may have ended in the
+        block: those that changed may be its parameters, such as a discriminator's.
         """
         arrays, before, self._before = arrays_of(self._communicator), self._before, []
         changed = [array for array, digest in before if arrays.digest(array) != digest]
         gradients = [each.gradient for each in parameters if each.gradient is not None]
         shapes = Counter(each.shape for each in changed if not any(_share_memory(each, other) for other in gradients))
-        return bool(shapes) and not Counter(each.shape for each in gradients) - shapes
+        is_own = self._made() == self._made_before
+        return is_own and bool(shapes) and not Counter(each.shape for each in gradients) - shapes
+
+    def _made(self) -> int:
+        return sum(each.completed_steps for each in _and_world(self._communicator))
 
     def _digests_of(self, parameters: Sequence[Parameter]) -> list[int]:
         """Returns each parameter's digest, or _UNKNOWN.
@@ -280,11 +286,15 @@ def note_broadcast(communicator: Communicator, natives: Sequence[Any]) -> None:
 
 def _was_shared(communicator: Communicator) -> bool:
     """Whether something was broadcast or compared on a communicator, or on the world; True if that is forgotten."""
-    for each in {communicator, world.current or communicator}:
+    for each in _and_world(communicator):
         entries = each.recorder.entries()
         if each.recorder.begun > len(entries) or any(entry.what.headline().startswith(_SHARING) for entry in entries):
             return True
     return False
+
+
+def _and_world(communicator: Communicator) -> set[Communicator]:
+    return {communicator, world.current or communicator}
 
 
 def _share_memory(array: Any, gradient: Any) -> bool:

@@ -119,7 +119,12 @@ def _is_array(value: Any) -> bool:
 
 
 def _holds_arrays(leaf: Any, seen: set[int]) -> bool:
-    """Whether a leaf is an object that has arrays in its attributes, or in those of their values."""
+    """Whether a leaf is an object that has arrays in its attributes, or in those of their values.
+
+    A sparse array, or a key of JAX, is one value itself.
+    """
+    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+        return False
     attributes = getattr(leaf, "__dict__", None)
     if not isinstance(attributes, dict) or isinstance(leaf, (type, ModuleType)) or id(leaf) in seen:
         return False
@@ -337,9 +342,9 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     Every rank must call it with a tree of the same structure, with arrays of the same shapes and dtypes at the same
     paths. A tree nests dicts (of the same keys, in any order), lists, tuples, namedtuples, dataclasses, and pytrees
     that are registered with JAX. The root's arrays are copied into those of the other ranks. All else (step counters,
-    learning rates, strings, NumPy scalars, None, objects) is sent by pickle, so ranks must trust the root, and only the
-    tree that is returned has it. So of an object with arrays inside, such as a model, pass its arrays. What a JAX
-    pytree does not list among its children, such as static fields, is not sent.
+    learning rates, strings, NumPy scalars, None, objects, sparse arrays, JAX's keys) is sent by pickle, so ranks must
+    trust the root, and only the tree that is returned has it. So of an object with arrays inside, such as a model, pass
+    its arrays. What a JAX pytree does not list among its children, such as static fields, is not sent.
 
     A 0-d array of NumPy and a number of its dtype fit each other: arithmetic and np.load turn one into the other. The
     root's number is written into this rank's array. In place of this rank's number the tree that is returned has a new

@@ -133,10 +133,9 @@ class ArrayKind:
 
 def real_parts(array: Any) -> list[Any]:
     """Returns views of a complex array's real and imaginary parts; of a real one, the array itself. CuPy's too."""
-    part = part_dtype(array.dtype)
-    if part is array.dtype:
+    if array.dtype.kind != "c":
         return [array]
-    return [array.reshape(-1).view(part)] if array.flags.c_contiguous else [array.real, array.imag]
+    return [array.reshape(-1).view(part_dtype(array.dtype))] if array.flags.c_contiguous else [array.real, array.imag]
 
 
 def digest_of_bytes(data: Array) -> int:

@@ -444,7 +444,7 @@ def _wants_rank_first(func: Any, args: Any) -> bool:
     from inspect import signature  # imported here: ranks import this module
 
     try:
-        expected = signature(func)
+        expected = signature(func, follow_wrapped=False)  # a decorator may fill in the first argument
         expected.bind(None, *args)
     except (TypeError, ValueError):  # it takes others, or Python does not know which
         return False
