@@ -58,30 +58,27 @@ def reduce_list(
         pairs = enumerate(zip(natives, targets, strict=True))
         turned = [number for number, (native, target) in pairs if native is target and is_fortran(native)]
     backend = communicator._backend
-
-    def reduce(turned: Sequence[int], agreement: Agreement) -> None:
-        """Reduces them; the arrays with the numbers `turned` as they lie, in Fortran order."""
-        own, into = natives, targets
-        if into is not None and turned:
-            agreement = agreement._replace(layout=digest_of("in Fortran order", turned))
-            own, into = list(natives), list(into)
-            for number in turned:
-                own[number] = into[number] = natives[number].T
-        flats = own if into is None else flats_of(communicator, own, into)
-        if squares is None:
-            backend.all_reduce(flats, flats, op, agreement, factor)
-        elif (of_part := backend.all_reduce_with_squares(flats, op, agreement, factor)) is not None:
-            squares.append(of_part)
-        for flat, target in zip(flats, into or (), strict=False):
-            launch.write_back(flat, target)
-
     with communicator._lifetime.turn("all_reduce", agreement), backend.launching(None, after) as launch:
         if targets is not None:
             launch.keep(*natives)
-        try:
-            reduce(turned, agreement)
-        except LayoutsDiffer:  # on all ranks
-            reduce((), agreement)
+        while True:
+            own, into, whole = natives, targets, agreement
+            if into is not None and turned:  # as they lie, in Fortran order
+                whole = agreement._replace(layout=digest_of("in Fortran order", turned))
+                own, into = list(natives), list(into)
+                for number in turned:
+                    own[number] = into[number] = natives[number].T
+            flats = own if into is None else flats_of(communicator, own, into)
+            try:
+                if squares is None:
+                    backend.all_reduce(flats, flats, op, whole, factor)
+                elif (of_part := backend.all_reduce_with_squares(flats, op, whole, factor)) is not None:
+                    squares.append(of_part)
+                break
+            except LayoutsDiffer:  # on all ranks: once more, in C order
+                turned = ()
+        for flat, target in zip(flats, into or (), strict=False):
+            launch.write_back(flat, target)
     return launch
 
 
