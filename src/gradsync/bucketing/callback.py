@@ -229,7 +229,7 @@ class AllreduceCallback:
             step.note(error)
             raise
         if isinstance(step.parameters, Mapping):
-            return MappingProxyType({step.param_of(key): view for key, view in views.items()})
+            return MappingProxyType(step.by_param(views))
         return [views[key] for key in map(key_of, step.parameters)]
 
     def register_hook(self, hook: BucketHook | None) -> None:
@@ -296,7 +296,7 @@ class AllreduceCallback:
         given = step.parameters
         if given is not None and not isinstance(given, Mapping):
             return [found[key] for key in map(key_of, given) if key in found]
-        return {step.param_of(key): value for key, value in found.items()}
+        return step.by_param(found)
 
     def flush(self, *, weight: float | None = None) -> None:
         """Reduces all gradients of the step, and ends it. The end of `with sync.backward():` calls it.

@@ -30,6 +30,7 @@ class Known(NamedTuple):
         shape, dtype: of its gradients.
         name: the same on all ranks.
         param: the name or array with which the program hands them over; kept alive, so that no other gets its id.
+        called: what the program reads of it: `param`, or of an array its name.
         spec: what the ranks agree on.
     """
 
@@ -37,11 +38,13 @@ class Known(NamedTuple):
     dtype: np.dtype[Any]
     name: str
     param: Any
+    called: Any
     spec: GradientSpec
 
 
 def known(param: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Known:
-    return Known(shape, dtype, name, param, GradientSpec(name, shape, dtype_name(dtype), dtype.itemsize))
+    called = name if is_array(param) else param
+    return Known(shape, dtype, name, param, called, GradientSpec(name, shape, dtype_name(dtype), dtype.itemsize))
 
 
 # -- Names ------------------------------------------------------------------------------------------------------------

@@ -811,10 +811,10 @@ class Step:
     def _stop_watching(self) -> None:
         self.unread, self._is_watched = None, self._stays_watched
 
-    def param_of(self, key: Hashable) -> Any:
-        """Returns what the program calls a gradient: its name, or the text that names an array."""
-        its = self._known[key]
-        return its.name if is_array(its.param) else its.param
+    def by_param(self, values: Mapping[Hashable, Any]) -> dict[Any, Any]:
+        """Returns values of gradients by what the program calls these: by name, or by the text that names an array."""
+        known = self._known
+        return {known[key].called: value for key, value in values.items()}
 
     # -- Ends ---------------------------------------------------------------------------------------------------------
 
