@@ -137,8 +137,9 @@ class Divergence:
             self._is_unsure = not is_told
             if is_early and not communicator.rank:
                 _log.warning(
-                    "%s: the parameters were changed inside the block, before its gradients were averaged: each rank "
-                    "trains with its own. Update after the block, from sync.results(); check_every=0 if that is meant",
+                    "%s: arrays that were broadcast, of the gradients' shapes, were changed inside the block, before "
+                    "the gradients were averaged: if they are the parameters, each rank trains with its own. Update "
+                    "them after the block, from sync.results(); check_every=0 if that is meant",
                     communicator.label,
                 )
         self._compared_at = self._steps
