@@ -385,12 +385,22 @@ def test_a_number_and_an_array_without_axes_fit_each_other(comm, number):
     assert (got["a"].dtype, got["a"].shape, got["a"]) == (root.dtype, (), root)
 
 
+@pytest.mark.ranks(2, on=("fake", "gpu"))
+def test_a_number_does_not_fit_an_array_on_a_device(comm):
+    """The rank would go on with an array of NumPy, which CuPy's do not add to."""
+    array = arrays_of(comm).put(np.full((), 1.5))
+    for tree in ([array], [1.5]) if comm.rank == 0 else ([1.5], [array]):
+        with pytest.raises(gs.PlanMismatch):
+            gs.broadcast_tree(tree)
+
+
 @pytest.mark.ranks(2)
 def test_a_number_does_not_fit_another_array(comm):
     read_only = np.zeros(())
     read_only.flags.writeable = False
     one = np.zeros(1)
-    for array in (np.zeros((), np.float32), one, read_only, np.zeros((), int), np.zeros((), "datetime64[s]")):
+    others = (np.float32, int, "datetime64[s]", ">f8")
+    for array in (one, read_only, *[np.zeros((), dtype) for dtype in others]):
         for pair in ((1.5, array), (array, 1.5)):
             if array is read_only and pair[0] is array:  # the root's is only read
                 continue

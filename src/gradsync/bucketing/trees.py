@@ -389,7 +389,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
                 f"{instead}, or use comm.objects.broadcast, which returns the copy"
             )
     described = {path: _described(content, natives.get(path)) for path, content in own.items()}
-    values = [None if path in natives else leaf for path, leaf in _leaves_of(structure, leaves).items()]
+    values = [_as_value(leaf) for leaf in leaves]
     arrays = arrays_of(communicator)
     skeleton = structure, values, described, _shared_memory(list(natives.values()), arrays)
     sent = communicator.objects.broadcast_for("broadcast_tree", _AsBytes(skeleton), root)
@@ -447,23 +447,31 @@ def _described(content: Any, native: Array | None) -> tuple[str, str]:
     return "", "None" if content is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
+def _as_value(leaf: Any) -> Any:
+    """Returns what is sent of a leaf beside the arrays: None for an array, a number for a 0-d array of NumPy."""
+    if type(leaf) is np.ndarray and leaf.shape == ():
+        return leaf[()]
+    return None if _is_array(leaf) else leaf
+
+
 def _fit_numbers(
     own: Mapping[Path, Any], of_root: Mapping[Path, tuple[str, str]], from_root: Mapping[Path, Any]
 ) -> tuple[dict[Path, Array], dict[Path, Any]]:
-    """Returns new 0-d arrays for this rank's numbers where the root has arrays, and the root's numbers for its arrays.
+    """Returns new 0-d arrays for this rank's numbers where the root has such, and the root's numbers for its arrays.
 
     `momentum = 0.9 * momentum + gradient` makes a number of a 0-d array: a rank that was started again has the array
     still. Only equal dtypes fit.
     """
     new, numbers = {}, {}
     for path, leaf in own.items():
+        theirs = from_root.get(path)
         if (dtype := _dtype_of_number(leaf)) is not None:
-            if path in of_root and of_root[path][0] == array_text(dtype, ()):
+            if theirs is not None and of_root[path][0] == array_text(dtype, ()):
                 new[path] = np.empty((), dtype)
         elif type(leaf) is np.ndarray and leaf.shape == () and leaf.flags.writeable:
-            dtype = _dtype_of_number(from_root.get(path))
-            if dtype is not None and dtype == leaf.dtype:
-                numbers[path] = from_root[path]
+            dtype = _dtype_of_number(theirs)
+            if dtype is not None and dtype == leaf.dtype and not of_root[path][0]:
+                numbers[path] = theirs
     return new, numbers
 
 
