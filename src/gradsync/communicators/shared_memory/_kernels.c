@@ -2,9 +2,9 @@
    products of complex numbers, which NumPy fuses, and norms).
 
    plain.py is the reference: what a part of the memory consists of, what a round is, and which slot is free when. Here
-   are only the loops. They run without the GIL. A wait spins or yields for some microseconds, then sleeps on a futex,
-   and comes back to Python again and again: it calls check(), which raises an error to end the wait, and returns after
-   how many seconds it wants to be called again.
+   are only the loops. They run without the GIL. A wait polls, yields its core for some microseconds, then sleeps on a
+   futex, and comes back to Python again and again: it calls check(), which raises an error to end the wait, and returns
+   after how many seconds it wants to be called again.
 
    On every way out, all buffers and references are given back. setup.py says how to compile: nothing may reorder the
    arithmetic, or fuse it. */
@@ -158,16 +158,18 @@ static void sleep_until_arrival(Memory *m, int rank, uint64_t seen, int64_t ns) 
     atomic_fetch_sub(sleepers, 1);
 }
 
-enum { POLLS = 64, POLLS_IF_CROWDED = 4, SPIN_NS = 50 * 1000, YIELD_NS = 100 * 1000 };
+enum { POLLS = 64, POLLS_IF_CROWDED = 4, YIELD_NS = 100 * 1000 };
 enum { LONG_YIELD_NS = 1000 * 1000, WAITS_AFTER_A_LONG_YIELD = 2000 };
 
-/* Waits until a rank has arrived at a round. It spins where each rank has a core of its own, and then sleeps.
+/* Waits until a rank has arrived at a round: polls, then yields its core, then sleeps.
 
-   Where ranks share cores, the other may wait for this very core, so this rank yields it before it sleeps. Four ranks
-   on two cores meet in 3 us so, and in 40 with sleeps alone. But a process that computes keeps a core that was yielded
-   for a slice of 1 to 4 ms. A yield that took so long says that there is one, and then many waits only sleep. With a
-   busy process on each core, and only 200 such waits, a call took 1.2 to 1.6 times as long as with sleeps alone; with
-   2,000 it takes 0.6 to 1.3 times as long. */
+   The other may wait for this very core: where ranks share cores, or if another program is busy on the rest. Four ranks
+   on two cores meet in 3 us so, and in 40 with sleeps alone. Two ranks on two cores, with another program on one, took
+   three times as long when they spun for 50 us in place of the yields; with nothing beside them they are as fast.
+   But a process that computes keeps a core that was yielded for a slice of 1 to 4 ms. Where ranks share cores, a yield
+   that took so long says that there is one, and then many waits only sleep. With a busy process on each core, and only
+   200 such waits, a call took 1.2 to 1.6 times as long as with sleeps alone; with 2,000 it takes 0.6 to 1.3 times as
+   long. */
 static int await_rank(Call *call, int rank, uint64_t number) {
     Memory *m = call->m;
     Word *arrived = word(m, rank, ARRIVED);
@@ -180,11 +182,9 @@ static int await_rank(Call *call, int rank, uint64_t number) {
     for (;;) {
         uint64_t seen = atomic_load_explicit(arrived, memory_order_acquire);
         if (seen >= number) return 0;
-        if (!m->is_crowded && now - began < SPIN_NS) {
-            for (int spins = 0; spins < 16; spins++) relax();
-        } else if (m->is_crowded && m->without_yields == 0 && now - began < YIELD_NS) {
+        if (m->without_yields == 0 && now - began < YIELD_NS) {
             sched_yield();
-            if (now_ns() - now > LONG_YIELD_NS) m->without_yields = WAITS_AFTER_A_LONG_YIELD;
+            if (m->is_crowded && now_ns() - now > LONG_YIELD_NS) m->without_yields = WAITS_AFTER_A_LONG_YIELD;
         } else if (now < check_at) {
             sleep_until_arrival(m, rank, seen, check_at - now);
         } else {
