@@ -235,9 +235,10 @@ def test_a_training_survives_a_rank_and_takes_in_a_new_one(cli, digits):
     script, after = EXAMPLES / "survive.py", random.randint(1, 900)
     done = cli("run", "-n", 4, "--min-ranks", 3, "--respawn", 1, script, "--kill", after, **options)
     assert done.code == 0, done.err
+    assert "was killed by SIGKILL; starting it again" in done.err
     worlds = re.findall(r"step (\d+): (\d) ranks", done.out)
-    assert [ranks for _, ranks in worlds] == ["4", "3", "4"]
-    assert worlds[1][0] == str(after)
+    # On a busy machine the new rank may have come before the others went on: they are four again at once.
+    assert worlds in ([("0", "4")], [("0", "4"), (str(after), "3"), (worlds[-1][0], "4")]), done.out + done.err
     alone = cli.python(script, **options)
     ours, theirs = (float(re.search(r"accuracy ([\d.]+)%", each.out)[1]) for each in (done, alone))
     assert ours == pytest.approx(theirs, abs=1)
