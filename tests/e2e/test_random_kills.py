@@ -37,7 +37,7 @@ SCRIPT = """
         weights, momentum = gs.broadcast_tree([weights, momentum])
         done = comm.objects.broadcast(done)
         sync = gs.AllreduceCallback("mean")
-        for epoch in range(done, 60):
+        for epoch in range(done, 600):  # for longer than the latest kill
             for step in range(20):
                 x = np.random.default_rng([epoch, step, comm.rank]).normal(size=(8, 50))
                 with sync.backward():
