@@ -190,7 +190,8 @@ def test_more_memory_than_there_is(comm, tmp_path):
     del raised
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
-    assert any("bytes of shared memory" in file.read_text() for file in tmp_path.glob("BackendUnavailable*"))
+    # A file is there before its text.
+    wait_until(lambda: any("bytes of shared" in file.read_text() for file in tmp_path.glob("BackendUnavailable*")))
 
 
 @pytest.mark.ranks(3)
