@@ -11,8 +11,10 @@ time.process_time() of 15 calls of ArrayKind.digest for each): every 1000 steps,
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -159,7 +161,15 @@ class Divergence:
         arrays, before, self._before = arrays_of(self._communicator), self._before, []
         changed = [array for array, digest in before if arrays.digest(array) != digest]
         gradients = [each.gradient for each in parameters if each.gradient is not None]
-        shapes = Counter(each.shape for each in changed if not any(_share_memory(each, other) for other in gradients))
+        ranges = sorted(arrays.byte_bounds(each) for each in gradients if each.size) if changed else []
+        begins, ends = [begin for begin, _ in ranges], list(accumulate((end for _, end in ranges), max))
+
+        def is_apart(array: Any) -> bool:  # from all gradients: there may be thousands of both
+            begin, end = arrays.byte_bounds(array)
+            below = bisect_left(begins, end)
+            return below == 0 or ends[below - 1] <= begin
+
+        shapes = Counter(each.shape for each in changed if is_apart(each))
         is_own = self._made() == self._made_before
         return is_own and bool(shapes) and not Counter(each.shape for each in gradients) - shapes
 
